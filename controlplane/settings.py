@@ -261,7 +261,6 @@ install(_limits)
 # What prices and costs are in; a word for people, nothing is converted.
 CURRENCY = read_text("MUSTER_CURRENCY", "EUR")
 # Shares of tenants while requests wait, such as "research=2.5"; 1 for who is not named.
-TENANT_WEIGHTS = read_list("MUSTER_TENANT_WEIGHTS")
 # Where other gateways reach this one, and the secret they show. Both empty = a single gateway.
 GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")
 # What the acknowledgement tells our own nodes to dial as well; empty = only the gateway they found.

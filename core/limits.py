@@ -582,6 +582,7 @@ class GatewayLimits:
     usage_days: int = bound(400, "days", "Older usage events are deleted, and a list of usage goes over no more.")
     usage_batch: int = bound(500, "events", "A webhook gets the further ones in another batch.")
     usage_batches: int = bound(20, "batches", "A webhook gets the further ones with the next look.")
+    tenant_weight: int = bound(10_000, "%", "A larger weight of a tenant is refused.")
     price: int = bound(1_000_000, "", "A higher price of a million tokens, in the currency, is refused.")
     # Where a request goes: the weights of a score, and what ties a request to a node
     score_load: float = bound(0.25, "", "A node scores so much for free slots.", setting="MUSTER_SCORE_LOAD")

@@ -21,11 +21,11 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from core.limits import limits
-from gateway.models import ModelAlias, RequestRecord
+from gateway.models import ModelAlias, RequestRecord, Tenant
 from gateway.routing import Target
 from gateway.services.compatibility import GpuFit, Quality, Source, find_fits
 from gateway.services.decisions import find_decision
-from gateway.services.errors import AliasNotFound, InvalidValue
+from gateway.services.errors import AliasNotFound, InvalidValue, TenantNotFound
 from gateway.services.limits import clean_model_name
 from gateway.services.models import (
     TargetState,
@@ -37,6 +37,7 @@ from gateway.services.models import (
     read_target_states,
     read_targets,
 )
+from gateway.services.tenants import change_tenant_weight, find_tenant, list_tenants
 from gateway.services.usage import GROUPS, read_usage
 from gateway.values import MILLION, RequestOutcome, judge_outcome
 from governance.rest.requests import Flag, Form, GovernanceView, Text, WholeNumber
@@ -318,6 +319,64 @@ def _show_aliases(aliases: list[ModelAlias]) -> list[dict[str, Any]]:  # Any: JS
     return [AliasSerializer(alias, context=context).data for alias in aliases]
 
 
+class TenantSerializer(serializers.Serializer[Tenant]):
+    """Who the work is for."""
+
+    name = serializers.CharField()
+    is_active = serializers.BooleanField()
+    requests_per_minute = serializers.IntegerField(allow_null=True, help_text="Of its keys; null: the setting")
+    weight = serializers.IntegerField(help_text="Its part of the slots while requests wait, in percent of what others get")
+
+
+class TenantListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Every tenant."""
+
+    tenants = TenantSerializer(many=True)
+
+
+class ChangeTenantForm(Form):
+    """Body of ``PATCH /api/v1/tenants/{name}``."""
+
+    weight = WholeNumber(
+        min_value=1,
+        max_value=limits().gateway.tenant_weight,
+        help_text="100: as much as other tenants; more than today needs approval once there is a policy",
+    )
+
+
+class TenantListView(GovernanceView):
+    """The tenants."""
+
+    @extend_schema(operation_id="list_tenants", responses={200: TenantListSerializer, **_errors(401)})
+    def get(self, request: Request) -> Response:
+        """List every tenant by name."""
+        return Response(TenantListSerializer({"tenants": list_tenants()}).data)
+
+
+class TenantView(GovernanceView):
+    """One tenant."""
+
+    @extend_schema(operation_id="read_tenant", responses={200: TenantSerializer, **_errors(401, 404)})
+    def get(self, request: Request, name: str) -> Response:
+        """Read a tenant."""
+        tenant = find_tenant(name)
+        if tenant is None:
+            raise TenantNotFound(f"There is no tenant {name[:80]}.", param="name")
+        return Response(TenantSerializer(tenant).data)
+
+    @extend_schema(
+        operation_id="change_tenant",
+        request=ChangeTenantForm,
+        responses={200: TenantSerializer, **_errors(400, 401, 403, 404, 413, 415)},
+    )
+    def patch(self, request: Request, name: str) -> Response:
+        """Change the weight of a tenant, for requests that arrive from then on. 403: that takes an approved limit-raise."""
+        form = ChangeTenantForm(data=request.data)
+        form.is_valid(raise_exception=True)
+        tenant = change_tenant_weight(name=name, weight=form.validated_data["weight"], actor=_actor(request))
+        return Response(TenantSerializer(tenant).data)
+
+
 def _actor(request: Request) -> str:
     return cast("_Named", request.user).actor  # what DEFAULT_AUTHENTICATION_CLASSES puts there
 
@@ -479,6 +538,8 @@ urlpatterns = [
     path("requests", RequestListView.as_view(), name="requests"),
     path("api/v1/compatibility", CompatibilityView.as_view(), name="compatibility"),
     path("requests/<str:request_id>/decision", DecisionView.as_view(), name="decision"),
+    path("api/v1/tenants", TenantListView.as_view(), name="tenants"),
+    path("api/v1/tenants/<str:name>", TenantView.as_view(), name="tenant"),
     path("api/v1/aliases", AliasListView.as_view(), name="aliases"),
     path("api/v1/aliases/<int:alias_id>", AliasView.as_view(), name="alias"),
 ]

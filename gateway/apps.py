@@ -25,24 +25,7 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) ->
     return [
         *_check_tokenizers(settings.TOKENIZERS_DIR),
         *_check_origins(settings.CORS_ORIGINS),
-        *_check_weights(settings.TENANT_WEIGHTS),
     ]
-
-
-def _check_weights(parts: Sequence[str]) -> list[CheckMessage]:
-    from gateway.request.queue import read_tenant_weights  # as below
-
-    try:
-        read_tenant_weights(parts)
-    except ValueError:
-        return [
-            Error(
-                f"MUSTER_TENANT_WEIGHTS has {','.join(parts)!r}, which names no weights.",
-                hint='Name tenants with numbers above 0, such as "research=2.5,students=0.5".',
-                id="gateway.E003",
-            )
-        ]
-    return []
 
 
 def _check_origins(origins: Sequence[str]) -> list[CheckMessage]:

@@ -32,6 +32,9 @@ class Tenant(models.Model):
     budgets = models.JSONField(
         default=list, db_default=[], blank=True, help_text="What all its keys may use together: [{kind, amount, is_hard}]"
     )
+    weight = models.PositiveIntegerField(
+        default=100, db_default=100, help_text="Its part of the slots while requests wait; 100 = as much as other tenants"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 
@@ -129,6 +132,9 @@ class Model(models.Model):
     )
     resumes = models.BooleanField(
         default=False, db_default=False, help_text="Have another node go on with a stream whose node dies"
+    )
+    score_weights = models.JSONField(
+        default=dict, db_default={}, blank=True, help_text="Weights of its nodes' scores that differ from the settings"
     )
     input_price = models.DecimalField(
         max_digits=14, decimal_places=6, default=0, db_default=0, help_text="Of a million prompt tokens, in MUSTER_CURRENCY"

@@ -12,7 +12,7 @@ from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import ServiceError
 from gateway.services.explanations import join_names
 from gateway.services.keys import find_api_key, list_api_keys, raise_key_limit
-from gateway.services.limits import CAPS, PRIORITY, RATE, hard_budgets, key_limit, model_caps, tenant_limit
+from gateway.services.limits import CAPS, PRIORITY, RATE, WEIGHT, hard_budgets, key_limit, model_caps, tenant_limit
 from gateway.services.limits import LIMIT_RAISE as NAME
 from gateway.services.models import find_model, list_models, raise_model_caps
 from gateway.services.tenants import change_tenant_limit, find_tenant, list_tenants
@@ -47,6 +47,12 @@ _BUDGET_HELP = "Of keys and tenants that have a hard one."
 _PARAMS = {
     RATE: _Param("keys and tenants", "Requests per minute", "Of keys and tenants.", "{} a minute"),
     PRIORITY: _Param("keys", "Priority", "Of keys.", "{}"),
+    WEIGHT: _Param(
+        "tenants",
+        "Weight in the queue, in percent",
+        "Of tenants: their part of the slots while requests wait; 100 is as much as others.",
+        "{} % in the queue",
+    ),
     "max_tokens": _Param(
         "models", "Most tokens to generate", "Of models: requests that ask for more are refused.", "{:,} tokens"
     ),
@@ -92,7 +98,7 @@ class _Holder:
 
 
 class LimitRaise:
-    """More requests per minute and higher budgets for keys or tenants, high priority for keys, higher caps for models.
+    """Rates and budgets of keys and tenants, weights of tenants, high priority of keys, caps of models.
 
     Lowering needs nobody's approval.
     """
@@ -104,7 +110,7 @@ class LimitRaise:
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
         """Return the request: targets ``key:<id>``, ``tenant:<name>`` or ``model:<name>``, and params that fit all of them.
 
-        Keys: requests_per_minute, priority "high". Tenants: requests_per_minute. Both: the kinds of their hard budgets.
+        Keys: requests_per_minute, priority "high". Tenants: requests_per_minute, weight. Both: the kinds of their hard budgets.
         Models: max_tokens, max_prompt_chars, max_queue. Raises InvalidProposal: also for what is no raise, which can be done at
         once.
         """
@@ -150,6 +156,8 @@ class LimitRaise:
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
         """Return who else is concerned: the keys that follow a tenant, the nodes that are shared, who waits."""
         impacts = [*_preview_tenants(_names(targets, TENANT)), *_preview_models(_names(targets, MODEL), params)]
+        if WEIGHT in params:
+            impacts.append(Impact("caution", "While requests wait, every other tenant gets less of the slots."))
         if PRIORITY in params:
             impacts.append(Impact("caution", "On a busy node, requests of high priority go before all others."))
         return impacts or (Impact("ok", "Nobody else's limit changes."),)
@@ -183,6 +191,7 @@ class LimitRaise:
                     actor=ACTOR,
                     order=order,
                     budgets=_read_budgets(params),
+                    weight=_read_number(params, WEIGHT),
                 )
         except ServiceError as error:
             raise InvalidProposal(error.message, param=error.param) from None
@@ -203,6 +212,8 @@ def _clean_params(params: Mapping[str, object]) -> dict[str, object]:
 
 
 def _most(name: str) -> int:
+    if name == WEIGHT:
+        return limits().gateway.tenant_weight
     return limits().gateway.budget_amount if name in _BUDGETS else limits().gateway.record_integer
 
 
@@ -244,7 +255,8 @@ def _find(target: str) -> _Holder | None:
 
 
 def _describe_tenant(tenant: Tenant) -> _Holder:
-    return _Holder(f"{TENANT}:{tenant.name}", f"tenant {tenant.name}", {RATE: tenant_limit(tenant), **hard_budgets(tenant)})
+    today: dict[str, int | str] = {RATE: tenant_limit(tenant), WEIGHT: tenant.weight, **hard_budgets(tenant)}
+    return _Holder(f"{TENANT}:{tenant.name}", f"tenant {tenant.name}", today)
 
 
 def _describe_model(model: Model) -> _Holder:

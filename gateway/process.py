@@ -41,7 +41,6 @@ from gateway.request.dispatch import Dispatcher
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, Marks, read_marks, store_key_use
 from gateway.request.pipeline import Pipeline
-from gateway.request.queue import read_tenant_weights
 from gateway.request.records import RecordWriter
 from gateway.request.tickets import TicketOffice
 from gateway.services.models import remember_models
@@ -129,8 +128,7 @@ class GatewayRuntime:
         self.catalogue = Catalogue(self.limits)
         self.keys = KeyRing(self.catalogue)
         self.limiter = RateLimiter()
-        weights = read_tenant_weights(settings.TENANT_WEIGHTS)
-        self.dispatcher = Dispatcher(self.registry, self.keeper, self.limits, weights=weights)
+        self.dispatcher = Dispatcher(self.registry, self.keeper, self.limits, weights=self.catalogue.weights)
         self.records = RecordWriter(accept_s=self.limits.accept_s, max_pending=self.limits.max_pending_records)
         self.valkey = open_async_client(
             settings.REDIS_URL,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from core.limits import GatewayLimits
 from wire.contract import RequestState
 
 Header = tuple[bytes, bytes]
@@ -183,6 +184,25 @@ class Price:
 MILLION = 10**6
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """How much each part of a node's score counts, from 0 to 1."""
+
+    load: float
+    active: float
+    latency: float
+    reliability: float
+    affinity: float
+
+    @classmethod
+    def make(cls, limits: GatewayLimits, own: Mapping[str, float]) -> Weights:
+        """Return those of a model, or of all: the ones it has of its own, the others as they are set here."""
+        return cls(**{name: own.get(name, getattr(limits, f"score_{name}")) for name in cls.__struct_fields__})
+
+    @property
+    def thousandths(self) -> tuple[int, ...]:
+        return tuple(round(1000 * weight) for weight in msgspec.structs.astuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """An authenticated client. ``allowed_models`` empty means every allow-listed model.
@@ -200,6 +220,8 @@ class Caller:
     responses_kept_days: int = 30
     budgets: tuple[OwnedBudget, ...] = ()
     """The hard ones of the key and of its tenant."""
+    weight: float = 1.0
+    """Of its tenant, in the share of slots while requests wait."""
 
 
 class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,6 +330,8 @@ class ModelEntry:
     version: int = field(default=0, compare=False)
     """Another one whenever the row is written."""
     price: Price = Price()
+    weights: Weights | None = None
+    """Of the parts of its nodes' scores; None = as everywhere."""
 
 
 if TYPE_CHECKING:

@@ -142,7 +142,12 @@ def explain(options: Options) -> str:
 @command(
     "replay_routing",
     "Score the decisions of a day anew and say what other weights would have changed.",
-    argument("--weights", required=True, metavar="PART=W,…", help="load, active, latency, reliability, affinity; 0 to 1"),
+    argument(
+        "--weights",
+        required=True,
+        metavar="PART=W,…",
+        help="load, active, latency, reliability, affinity; 0 to 1; the others as each model has them",
+    ),
     argument("--model", default="", help="only requests of this model"),
     argument("--hours", type=float, default=24.0, metavar="H", help="of the last H hours; default: 24"),
 )

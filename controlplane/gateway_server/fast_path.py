@@ -517,6 +517,7 @@ class FastRequest(KnownCycle, Sink):
             priority=self._plan.priority,
             key_id=self._plan.key_id,
             headers=self._head.headers,
+            weight=self._plan.key.caller.weight,
         )
         job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
         job.sequence, job.attempts = self._number, 1

@@ -34,6 +34,7 @@ from gateway.services.tenants import (
     change_response_policy,
     change_tenant_budgets,
     change_tenant_limit,
+    change_tenant_weight,
     create_tenant,
     disable_tenant,
     enable_tenant,
@@ -351,6 +352,18 @@ class TenantForm(TenantLimitForm):
     field_order = ("name",)
 
 
+class TenantWeightForm(forms.Form):
+    """The weight of a tenant in the queue."""
+
+    weight = forms.IntegerField(
+        label="Weight in percent",
+        min_value=1,
+        max_value=limits().gateway.tenant_weight,
+        widget=UnfoldAdminIntegerFieldWidget,
+        help_text="Its part of the slots while requests wait. 100: as much as other tenants; 250: two and a half times that.",
+    )
+
+
 class ResponsePolicyForm(forms.Form):
     """Whether answers are kept, and how long."""
 
@@ -382,6 +395,11 @@ def _enable(tenant: Tenant, actor: str, values: Values) -> str:
 def _limit_tenant(tenant: Tenant, actor: str, values: Values) -> str:
     change_tenant_limit(name=tenant.name, requests_per_minute=values["requests_per_minute"], actor=actor)
     return f"Changed the limits of {tenant.name}."
+
+
+def _weigh_tenant(tenant: Tenant, actor: str, values: Values) -> str:
+    change_tenant_weight(name=tenant.name, weight=values["weight"], actor=actor)
+    return f"Changed the weight of {tenant.name}."
 
 
 def _set_response_policy(tenant: Tenant, actor: str, values: Values) -> str:
@@ -417,8 +435,8 @@ class TenantAdmin(CreatingAdmin):
     list_display = ("name", "show_state", "show_rate", "show_keys", "show_kept", "created_at", "show_changes")
     search_fields = ("name",)
     fields = (
-        "name", "is_active", "requests_per_minute", "show_budgets", "stores_responses", "responses_kept_days", "created_at",
-        "updated_at",
+        "name", "is_active", "requests_per_minute", "show_budgets", "show_weight", "stores_responses", "responses_kept_days",
+        "created_at", "updated_at",
     )  # fmt: skip
     readonly_fields = fields
     empty_words = "A tenant is a team or a customer. API keys belong to one, and share its limits."
@@ -446,6 +464,20 @@ class TenantAdmin(CreatingAdmin):
                 operation="limit-raise", target=f"tenant:{tenant.name}", params=_list_more(tenant, values["budgets"])
             ),
             read_initial=lambda tenant: {"budgets": read_budgets(tenant)},
+        ),
+        RowChange(
+            name="weight",
+            label="Change weight",
+            explanation="Takes effect within seconds, for requests that arrive from then on. It counts only while requests "
+            "wait. A higher weight takes from other tenants and needs approval once there is a policy.",
+            run=_weigh_tenant,
+            form=TenantWeightForm,
+            find_offer=lambda tenant, values: Offer(
+                operation="limit-raise",
+                target=f"tenant:{tenant.name}",
+                params={"weight": values["weight"]} if values["weight"] > tenant.weight else {},
+            ),
+            read_initial=lambda tenant: {"weight": tenant.weight},
         ),
         RowChange(
             name="responses",
@@ -506,6 +538,10 @@ class TenantAdmin(CreatingAdmin):
     @column("Limits and budgets")
     def show_budgets(self, tenant: Tenant) -> str:
         return _print_budgets(tenant)
+
+    @column("Weight in the queue")
+    def show_weight(self, tenant: Tenant) -> str:
+        return f"{tenant.weight} %"
 
     @column("Keys in use", ordering="usable_keys")
     def show_keys(self, tenant: Tenant) -> int:

@@ -36,6 +36,7 @@ from gateway.services.models import (
     change_model_caps,
     change_model_details,
     change_model_prices,
+    change_model_weights,
     create_alias,
     delete_alias,
     disallow_model,
@@ -43,6 +44,7 @@ from gateway.services.models import (
     read_target_states,
     read_targets,
 )
+from gateway.values import Weights
 from nodes.services.availability import read_served_models
 
 DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy", "resumes")
@@ -156,6 +158,30 @@ class ModelPricesForm(forms.Form):
     output_price = _price_field("Answer")
 
 
+PARTS = Weights.__struct_fields__
+
+
+def _weight_field(label: str) -> forms.FloatField:
+    return forms.FloatField(
+        label=label,
+        required=False,
+        min_value=0,
+        max_value=1,
+        widget=UnfoldAdminTextInputWidget,
+        help_text="From 0 to 1. Empty: as the installation is set.",
+    )
+
+
+class ModelWeightsForm(forms.Form):
+    """By what the nodes of a model are scored."""
+
+    load = _weight_field("Free slots")
+    active = _weight_field("Few requests")
+    latency = _weight_field("Speed")
+    reliability = _weight_field("Reliability")
+    affinity = _weight_field("Affinity to session and prompt")
+
+
 def _allow(model: Model, actor: str, values: Values) -> str:
     allow_model(name=model.name, actor=actor)
     return f"Clients may use {model.name} from now on."
@@ -188,6 +214,12 @@ def _price(model: Model, actor: str, values: Values) -> str:
     return f"Changed the prices of {model.name}."
 
 
+def _weigh(model: Model, actor: str, values: Values) -> str:
+    given = {part: values[part] for part in PARTS if values[part] is not None}
+    change_model_weights(name=model.name, weights=given, actor=actor)
+    return f"Changed by what the nodes of {model.name} are scored."
+
+
 def _ask_canary(model: Model, actor: str, values: Values) -> str:
     change_model_canary(name=model.name, actor=actor, question=values["question"], answer=values["answer"])
     return f"Nodes are asked for {model.name}." if values["question"] else f"Nodes are not asked for {model.name}."
@@ -205,8 +237,8 @@ class AllowListAdmin(CreatingAdmin):
     search_fields = ("name",)
     fields = (
         "name", "show_state", "show_nodes", "owned_by", "show_max_tokens", "show_max_prompt", "show_queue", "show_fallbacks",
-        "show_context", "show_tokenizer", "tidy", "resumes", *PRICES, "canary_question", "canary_answer", "created_at",
-        "updated_at",
+        "show_context", "show_tokenizer", "tidy", "resumes", "show_weights", *PRICES, "canary_question", "canary_answer",
+        "created_at", "updated_at",
     )  # fmt: skip
     readonly_fields = fields
     empty_words = "Clients may use the models that are allowed here. Models that nodes have appear by themselves, not allowed."
@@ -251,6 +283,15 @@ class AllowListAdmin(CreatingAdmin):
             run=_price,
             form=ModelPricesForm,
             read_initial=lambda model: {name: getattr(model, name) for name in PRICES},
+        ),
+        RowChange(
+            name="weights",
+            label="Change weights",
+            explanation="Takes effect within seconds, for requests that arrive from then on. A request goes to the node with "
+            "the highest score; ./muster manage replay_routing says first what other weights would change.",
+            run=_weigh,
+            form=ModelWeightsForm,
+            read_initial=lambda model: dict(model.score_weights),
         ),
         RowChange(
             name="requirements",
@@ -331,6 +372,10 @@ class AllowListAdmin(CreatingAdmin):
     @column("Context window")
     def show_context(self, model: Model) -> str:
         return "reported by the nodes" if model.context_tokens is None else f"{model.context_tokens:,} tokens"
+
+    @column("Score weights")
+    def show_weights(self, model: Model) -> str:
+        return ", ".join(f"{part} {weight:g}" for part, weight in model.score_weights.items()) or "default"
 
     @column("Tokenizer")
     def show_tokenizer(self, model: Model) -> str:

@@ -35,7 +35,7 @@ from gateway.request.candidates import Candidate, choose_path
 from gateway.request.outcomes import Outcome, judge_node
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
 from gateway.request.queue import TIERS, Account, WaitQueue
-from gateway.values import Decided, InferenceRequest, Unmatched
+from gateway.values import Decided, InferenceRequest, Unmatched, Weights
 from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
@@ -143,6 +143,8 @@ class Job:
     key_id: uuid.UUID | None = None
     headers: Mapping[str, str] | None = None
     """Of the client's request."""
+    weight: float = 1.0
+    """Of its tenant, in the share of slots while requests wait."""
     waiter: _Waiter | None = None
     """Its place in the queue, while it has one."""
     suspects: list[Trial] = field(default_factory=list)
@@ -216,10 +218,9 @@ class Dispatcher:
     """The queue of every model of this process, over the links of this process."""
 
     def __init__(
-        self, registry: LinkRegistry, keeper: LinkKeeper, limits: GatewayLimits, *, weights: Mapping[str, float] | None = None
+        self, registry: LinkRegistry, keeper: LinkKeeper, limits: GatewayLimits, *, weights: Mapping[str, Weights] | None = None
     ) -> None:
-        """``weights``: of tenants, in the share of slots while requests wait; 1 for who is not there."""
-        self._weights = weights or {}
+        """``weights``: of the parts of scores, by the models that have their own."""
         self._registry = registry
         self.ejections = registry.ejections
         self._keeper = keeper
@@ -231,7 +232,7 @@ class Dispatcher:
         """Where the links begin that are compared for the next request."""
         # How long a request holds a slot, by model: a moving average in seconds.
         self._held_s: dict[str, float] = {}
-        self._placement = Placement(limits)
+        self._placement = Placement(limits, weights)
         self.choice: Choice | None = None
         """How the link was chosen that was found last; None where there was nothing to choose."""
         registry.subscribe(self._take_change)
@@ -246,6 +247,7 @@ class Dispatcher:
         priority: str = "",
         key_id: uuid.UUID | None = None,
         headers: Mapping[str, str] | None = None,
+        weight: float = 1.0,
     ) -> Job:
         """Return a job whose place in the queue and whose deadline count from now. ``priority`` is for the node."""
         now, options = clock.monotonic(), candidates[0].asked.options
@@ -261,6 +263,7 @@ class Dispatcher:
             asked_model=asked_model,
             key_id=key_id,
             headers=headers,
+            weight=weight,
             max_wait_s=math.inf if wait_ms is None else wait_ms / 1000,
             prefer=(options.prefer_gpu or "") if options is not None else "",
         )
@@ -306,8 +309,7 @@ class Dispatcher:
 
     def _count_ahead(self, job: Job, model: str) -> int:
         before = (math.inf, 0) if job.waiter is None else (job.waiter.due, job.waiter.sequence)
-        weight = self._weights.get(job.tenant, 1.0)
-        return self._queue.count_ahead(model, tenant=job.tenant, weight=weight, tier=TIERS[job.priority], before=before)
+        return self._queue.count_ahead(model, tenant=job.tenant, weight=job.weight, tier=TIERS[job.priority], before=before)
 
     def _estimate_wait(self, model: str, ready: Sequence[Link], ahead: int) -> float:
         slots = sum(max(1, link.max_concurrent) for link in ready)
@@ -389,7 +391,7 @@ class Dispatcher:
 
     def describe(self, lease: Lease) -> Decided | None:
         """Return why a lease is on its node; None where there was no choice, or decisions are not recorded."""
-        return None if lease.choice is None else self._placement.describe(lease.choice)
+        return None if lease.choice is None else self._placement.describe(lease.choice, lease.model)
 
     def take_number(self) -> int:
         return next(self._sequence)
@@ -513,7 +515,7 @@ class Dispatcher:
         if len(self._registry.links_answering(model, request.paths)) > 1:  # the first free node was taken, and is remembered
             choice = Choice(link, self._placement.read_wish(job, request, model), "waited")
         lease = self.grant(link, model, choose_path(link, request), now, choice)
-        lease.account = self._queue.begin(job.tenant, self._weights.get(job.tenant, 1.0), now)
+        lease.account = self._queue.begin(job.tenant, job.weight, now)
         return lease
 
     def end_share(self, account: Account, began: float, now: float) -> None:
@@ -543,7 +545,7 @@ class Dispatcher:
             model=request.model,
             paths=request.paths,
             tenant=job.tenant,
-            weight=self._weights.get(job.tenant, 1.0),
+            weight=job.weight,
             tier=TIERS[job.priority],
             since=job.accepted,
             due=min(job.accepted + min(self._limits.queue_s, job.max_wait_s), job.deadline),

@@ -33,6 +33,7 @@ from gateway.values import (
     PoolOptions,
     Price,
     Priority,
+    Weights,
 )
 from nodes.services.sessions import NODE_VERSIONS
 
@@ -123,6 +124,8 @@ class Catalogue:
         """Another one whenever keys, models or aliases were loaded."""
         self.keys: dict[str, KeyEntry] = {}
         self.models: dict[str, ModelEntry] = {}
+        self.weights: dict[str, Weights] = {}
+        """Of the parts of scores, by the models that have their own; always this dictionary."""
         self._alias_entries: list[AliasEntry] = []
         self._shared_aliases: dict[str, Alias] = {}
         self._aliases_by_tenant: dict[str, dict[str, Alias]] = {}
@@ -174,6 +177,7 @@ class Catalogue:
                 canary_answer=row.canary_answer,
                 version=row.version,
                 price=Price(int(row.input_price * MILLION), int(row.cached_price * MILLION), int(row.output_price * MILLION)),
+                weights=Weights.make(limits, row.score_weights) if row.score_weights else None,
             )
             for row in (query if names is None else query.filter(name__in=names))
         ]
@@ -191,6 +195,8 @@ class Catalogue:
     def apply_models(self, entries: list[ModelEntry]) -> None:
         self.version += 1
         self.models = {entry.name: entry for entry in entries}
+        self.weights.clear()
+        self.weights.update((entry.name, entry.weights) for entry in entries if entry.weights is not None)
 
     def apply_named_models(self, names: Collection[str], entries: list[ModelEntry]) -> None:
         """Take what ``load_models`` returned for these names; one without a row is gone."""
@@ -236,6 +242,7 @@ class Catalogue:
                     *_own_budgets(f"key:{key.pk}", f"the key {key.name}", key.budgets),
                     *_own_budgets(f"tenant:{tenant.name}", f"the tenant {tenant.name}", tenant.budgets),
                 ),
+                weight=tenant.weight / 100,
             ),
             revoked=key.revoked_at is not None or not tenant.is_active,
             expires_at=key.expires_at.timestamp() if key.expires_at is not None else None,

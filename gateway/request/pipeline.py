@@ -324,6 +324,7 @@ class Pipeline:
                 priority=choose_priority(caller, request.options),
                 key_id=caller.key_id,
                 headers=client.headers,
+                weight=caller.weight,
             )
             call.plan = self._plan(call, job)
             if caller.budgets and self.budgets is not None:

@@ -18,7 +18,7 @@ import msgspec
 from core.limits import GatewayLimits
 from gateway.dialects.responses_answer import make_response_id
 from gateway.request.prefixes import Blocks, PrefixIndex
-from gateway.values import Compared, Decided, InferenceRequest, derive
+from gateway.values import Compared, Decided, InferenceRequest, Weights, derive
 from nodes.links import Link
 
 
@@ -77,16 +77,6 @@ def _find_least_loaded(links: Sequence[L]) -> L:
     return best
 
 
-class Weights(msgspec.Struct, frozen=True):
-    """How much each part of a score counts."""
-
-    load: float
-    active: float
-    latency: float
-    reliability: float
-    affinity: float
-
-
 Parts = tuple[float, float, float, float, float]
 """The parts of a node's score, each from 0 to 1, the more the better, in the order of ``Weights``.
 
@@ -137,12 +127,11 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
 class Placement:
     """Scores the nodes of this process, and remembers which of them was sent what."""
 
-    def __init__(self, limits: GatewayLimits) -> None:
+    def __init__(self, limits: GatewayLimits, own_weights: Mapping[str, Weights] | None = None) -> None:
+        """``own_weights``: by the models that have their own."""
         self._limits = limits
-        self.weights = Weights(
-            limits.score_load, limits.score_active, limits.score_latency, limits.score_reliability, limits.score_affinity
-        )
-        self._weights_said = tuple(round(1000 * weight) for weight in msgspec.structs.astuple(self.weights))
+        self.weights = Weights.make(limits, {})
+        self._own_weights = {} if own_weights is None else own_weights
         self._prefixes = PrefixIndex(
             block_bytes=limits.prefix_block_bytes, most=limits.prefix_blocks, per_prompt=limits.prefix_prompt_blocks
         )
@@ -154,7 +143,7 @@ class Placement:
 
     def read_wish(self, asker: Asker, request: InferenceRequest, model: str) -> Wish | None:
         """Return what ties a request to a node; None where affinity counts for nothing."""
-        if not self.weights.affinity:
+        if not self._own_weights.get(model, self.weights).affinity:
             return None
         body, tenant = request.body, asker.tenant
         session = derive(asker.headers, _read_session.__name__, _read_session) if asker.headers else ""
@@ -193,7 +182,9 @@ class Placement:
         usual_latency = min(1.0, fastest * len(latencies) / sum(latencies)) if latencies else 1.0
         usual_reliability = sum(reliabilities) / len(reliabilities) if reliabilities else 1.0
         scored: list[tuple[Link, Parts, float]] = []
-        w_load, w_active, w_latency, w_reliability, w_affinity = msgspec.structs.astuple(self.weights)
+        w_load, w_active, w_latency, w_reliability, w_affinity = msgspec.structs.astuple(
+            self._own_weights.get(model, self.weights)
+        )
         top = 0.0
         for link, one in zip(links, figures, strict=True):
             load, slots = link.active + link.external_load, link.max_concurrent
@@ -236,7 +227,7 @@ class Placement:
         if wish.blocks:
             self._prefixes.note(wish.blocks, number)
 
-    def describe(self, choice: Choice) -> Decided | None:
+    def describe(self, choice: Choice, model: str) -> Decided | None:
         """Return what a record keeps of a choice; None where no decision is recorded."""
         most = self._limits.decision_candidates
         if not most:
@@ -248,7 +239,8 @@ class Placement:
         if chosen >= most:
             ranked[most - 1], chosen = ranked[chosen], most - 1
         candidates = tuple([Compared(one.node_name, *[int(1000 * part) for part in parts]) for one, parts, _ in ranked[:most]])
-        return Decided(choice.reason, candidates, chosen, self._weights_said)
+        weights = self._own_weights.get(model, self.weights)
+        return Decided(choice.reason, candidates, chosen, weights.thousandths)
 
     def _find_session(self, wish: Wish, now: float) -> int:
         number, until = self._sessions.get(wish.session, (0, 0.0))

@@ -205,15 +205,3 @@ class WaitQueue(Generic[W]):
 
 def _order(waiter: Waiting) -> tuple[float, int]:
     return waiter.due, waiter.sequence
-
-
-def read_tenant_weights(parts: Iterable[str]) -> dict[str, float]:
-    """Return the weights of ``tenant=2.5`` and the like. Raises ValueError for what is none."""
-    weights: dict[str, float] = {}
-    for part in parts:
-        tenant, _, text = part.rpartition("=")
-        weight = float(text)
-        if not tenant or not 0 < weight < math.inf:
-            raise ValueError(part)
-        weights[tenant.strip()] = weight
-    return weights

@@ -239,6 +239,7 @@ class TicketOffice:
             priority=choose_priority(caller, request.options),
             key_id=caller.key_id,
             headers=client.headers,
+            weight=caller.weight,
         )
 
     def _find_room(self, job: Job, wish: TicketWish) -> tuple[Candidate, Ready] | None:

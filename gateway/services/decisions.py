@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
 
 from core.limits import limits
-from gateway.models import RequestRecord
-from gateway.services.errors import InvalidValue, RequestNotFound
-from gateway.values import Compared, Decided
+from gateway.models import Model, RequestRecord
+from gateway.services.errors import RequestNotFound
+from gateway.services.models import require_weights
+from gateway.values import Compared, Decided, Weights
 from wire import clock
 from wire.ids import parse_id
 
-PARTS = ("load", "active", "latency", "reliability", "affinity")
+PARTS = Weights.__struct_fields__
 """The parts of a score, in the order in which weights and candidates have them."""
 _REASONS = {
     "score": "It had the best score, or one as good as the best and less to do.",
@@ -98,35 +100,33 @@ class Replay:
     moves: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
 
-def read_weights(text: str) -> tuple[float, ...]:
-    """Return the weights that ``load=0.3,latency=0.4`` sets, the others as they are set here. Raises InvalidValue."""
-    bounds = limits().gateway
-    weights = {name: float(getattr(bounds, f"score_{name}")) for name in PARTS}
+def read_weights(text: str) -> dict[str, float]:
+    """Return the weights that ``load=0.3,latency=0.4`` sets. Raises InvalidValue."""
+    weights: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:
-            weight = float(value)
+            weights[name.strip()] = float(value)
         except ValueError:
-            weight = -1.0
-        if name.strip() not in weights or not 0 <= weight <= 1:
-            names = ", ".join(PARTS)
-            raise InvalidValue(
-                f"Weights look like load=0.3,latency=0.4, of {names}, from 0 to 1; not {part!r}.", param="weights"
-            )
-        weights[name.strip()] = weight
-    return tuple(1000 * weight for weight in weights.values())
+            weights[name.strip()] = math.nan
+    require_weights(weights, param="weights")
+    return weights
 
 
-def replay_routing(weights: tuple[float, ...], *, model: str = "", hours: float = 24.0) -> Replay:
-    """Score the decisions of the last hours anew, the newest first. ``weights``: as ``read_weights`` returns them.
+def replay_routing(weights: Mapping[str, float], *, model: str = "", hours: float = 24.0) -> Replay:
+    """Score the decisions of the last hours anew, the newest first.
 
-    Each is taken by itself: a request that had gone elsewhere would have changed the load that later ones met.
+    ``weights``: those to try; the others are as each model has them, or as they are set here. Each decision is taken by
+    itself: a request that had gone elsewhere would have changed the load that later ones met.
     """
     bounds = limits().gateway
     records = RequestRecord.objects.filter(created_at__gte=clock.now() - timedelta(hours=hours), decision__isnull=False)
     if model:
         records = records.filter(model=model)
     rows = records.order_by("-created_at").values_list("model", "decision")[: bounds.replayed_records]
+    own = dict(Model.objects.values_list("name", "score_weights"))
+    tried = {name: Weights.make(bounds, {**weights_of, **weights}).thousandths for name, weights_of in own.items()}
+    otherwise = Weights.make(bounds, weights).thousandths
     replay = Replay()
     for name, stored in rows.iterator():
         decision = _read(stored)
@@ -134,8 +134,10 @@ def replay_routing(weights: tuple[float, ...], *, model: str = "", hours: float 
             continue
         replay.compared += 1
         chosen = decision.candidates[decision.chosen]
-        best = max(decision.candidates, key=lambda one: _score(one, weights))
-        if _score(best, weights) > _score(chosen, weights) + bounds.score_margin:
+        used = tried.get(name, otherwise)
+        scores = [_score(one, used) for one in decision.candidates]
+        best = decision.candidates[scores.index(max(scores))]
+        if max(scores) > scores[decision.chosen] + bounds.score_margin:
             replay.changed += 1
             replay.moves[name, chosen.node, best.node] += 1
     return replay

@@ -19,11 +19,12 @@ from wire.contract import ErrorCode
 LIMIT_RAISE = "limit-raise"
 """As in ``settings.OPERATIONS`` and in the policy."""
 
-RATE, PRIORITY = "requests_per_minute", "priority"
+RATE, PRIORITY, WEIGHT = "requests_per_minute", "priority", "weight"
 CAPS = ("max_tokens", "max_prompt_chars", "max_queue")
 """The caps of a model: columns of its row, and params of the operation."""
 _UNITS = {
     RATE: "requests per minute",
+    WEIGHT: "% in the queue",
     "max_tokens": "tokens to generate",
     "max_prompt_chars": "characters of prompt",
     "max_queue": "waiting requests",
@@ -77,6 +78,18 @@ def require_no_raise(*, before: int, after: int | None, otherwise: int, what: st
         _require_rise({RATE: wanted}, {RATE: before}, what=what)
     if wanted > before:
         _require(_say_more(RATE, wanted, before, what=what), RATE, order)
+
+
+def require_no_higher_weight(tenant: Tenant, after: int, *, order: RunOrder | None = None) -> None:
+    """Let a weight pass that is no higher than the one of today, or that an approved run brings.
+
+    Raises ApprovalNeeded, and InvalidValue for a run that brings no more than today.
+    """
+    what = f"the tenant {tenant.name}"
+    if order is not None:
+        _require_rise({WEIGHT: after}, {WEIGHT: tenant.weight}, what=what)
+    if after > tenant.weight:
+        _require(_say_more(WEIGHT, after, tenant.weight, what=what), WEIGHT, order)
 
 
 def require_no_promotion(*, before: str, after: Priority, order: RunOrder | None = None) -> None:
@@ -222,6 +235,14 @@ def clean_limit(value: int | None, *, param: str) -> int | None:
     most = limits().gateway.record_integer
     if value is not None and not 1 <= value <= most:
         raise InvalidValue(f"{param} must be between 1 and {most}, or empty for the default.", param=param)
+    return value
+
+
+def clean_weight(value: int) -> int:
+    """Return the weight of a tenant, in percent. Raises InvalidValue."""
+    most = limits().gateway.tenant_weight
+    if not 1 <= value <= most:
+        raise InvalidValue(f"{WEIGHT} must be between 1 and {most}; 100 is as much as other tenants have.", param=WEIGHT)
     return value
 
 

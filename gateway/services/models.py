@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
@@ -17,6 +17,7 @@ from gateway.routing import Target
 from gateway.services.errors import AliasNotFound, InvalidValue, ModelNotFound, NameTaken
 from gateway.services.limits import clean_limit, clean_model_name, require_approved_caps, require_no_higher_caps
 from gateway.services.tenants import get_tenant
+from gateway.values import Weights
 from governance.audit import record_event
 from governance.registry import RunOrder
 from nodes.services.availability import read_served_models
@@ -190,6 +191,31 @@ def change_model_prices(*, name: str, input_price: Decimal, cached_price: Decima
     record_event(actor=actor, action="model.prices", target=name, detail=detail)
     publish_hint("models", name)
     return model
+
+
+@transaction.atomic
+def change_model_weights(*, name: str, weights: Mapping[str, float], actor: str) -> Model:
+    """Set by what the nodes of a model are scored, where that differs from the settings. Raises InvalidValue, ModelNotFound."""
+    require_weights(weights, param="weights")
+    after = {part: float(weights[part]) for part in Weights.__struct_fields__ if part in weights}
+    model = _get_model(name)
+    if after != model.score_weights:
+        before, model.score_weights = model.score_weights, after
+        model.save(update_fields=["score_weights", "updated_at"])
+        detail = {key: {part: str(one) for part, one in said.items()} for key, said in (("from", before), ("to", after))}
+        record_event(actor=actor, action="model.weights", target=name, detail=detail)
+        publish_hint("models", name)
+    return model
+
+
+def require_weights(weights: Mapping[str, float], *, param: str) -> None:
+    """Refuse what are no weights of parts of a score. Raises InvalidValue."""
+    names = Weights.__struct_fields__
+    wrong = next((name for name, weight in weights.items() if name not in names or not 0 <= weight <= 1), None)
+    if wrong is not None:
+        raise InvalidValue(
+            f"Weights look like load=0.3,latency=0.4, of {', '.join(names)}, from 0 to 1; not {wrong!r}.", param=param
+        )
 
 
 def require_known_models(names: Sequence[str], *, param: str) -> None:

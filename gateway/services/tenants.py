@@ -11,14 +11,17 @@ from gateway.models import Tenant
 from gateway.services.errors import NameTaken, TenantNotFound
 from gateway.services.limits import (
     RATE,
+    WEIGHT,
     clean_budgets,
     clean_days,
     clean_limit,
     clean_name,
+    clean_weight,
     default_limit,
     read_budgets,
     require_approved_budgets,
     require_no_higher_budgets,
+    require_no_higher_weight,
     require_no_raise,
     require_ordered,
     store_budgets,
@@ -68,15 +71,18 @@ def change_tenant_limit(
     actor: str,
     order: RunOrder | None = None,
     budgets: Mapping[str, int] | None = None,
+    weight: int | None = None,
 ) -> Tenant:
     """Set what the tenant's keys get by default; None = the setting, of an approved run = as it is.
 
-    ``order``: the approved run that this carries out; ``budgets``: the new amounts of hard ones, by kind, that it brings.
+    ``order``: the approved run that this carries out; ``budgets``: the new amounts of hard ones, by kind, that it brings,
+    ``weight``: the new one that it brings.
     Raises InvalidValue, TenantNotFound, and ApprovalNeeded for more than the tenant has today without such a run.
     """
     limit, more = clean_limit(requests_per_minute, param=RATE), dict(budgets or {})
     if order is not None:
-        require_ordered(order, target=f"tenant:{name}", params={**({} if limit is None else {RATE: limit}), **more})
+        given = {param: value for param, value in ((RATE, limit), (WEIGHT, weight)) if value is not None}
+        require_ordered(order, target=f"tenant:{name}", params={**given, **more})
     tenant, what = get_tenant(name), f"the tenant {name}"
     after: dict[str, object] = {}
     if limit is not None or order is None:
@@ -84,11 +90,14 @@ def change_tenant_limit(
         after[RATE] = limit
     if more and order is not None:
         after["budgets"] = store_budgets(require_approved_budgets(tenant, more, what=what, order=order))
+    if weight is not None and order is not None:
+        require_no_higher_weight(tenant, weight, order=order)
+        after[WEIGHT] = clean_weight(weight)
     before = {field: getattr(tenant, field) for field in after}
     for field, value in after.items():
         setattr(tenant, field, value)
     tenant.save(update_fields=[*after, "updated_at"])
-    detail = {"from": before, "to": after} if more else {"from": before[RATE], "to": limit}
+    detail = {"from": before[RATE], "to": limit} if list(after) == [RATE] else {"from": before, "to": after}
     record_event(actor=actor, action="tenant.limit", target=name, detail=detail, op_id=order.op_id if order is not None else "")
     publish_hint("tenants", name)
     return tenant
@@ -107,6 +116,22 @@ def change_tenant_budgets(*, name: str, budgets: Iterable[Budget], actor: str) -
     tenant.save(update_fields=["budgets", "updated_at"])
     record_event(actor=actor, action="tenant.budgets", target=name, detail={"from": before, "to": tenant.budgets})
     publish_hint("tenants", name)
+    return tenant
+
+
+@transaction.atomic
+def change_tenant_weight(*, name: str, weight: int, actor: str) -> Tenant:
+    """Set which part of the slots a tenant gets while requests wait, in percent of what others get.
+
+    Raises InvalidValue, TenantNotFound, and ApprovalNeeded for more than it has today.
+    """
+    weight, tenant = clean_weight(weight), get_tenant(name)
+    require_no_higher_weight(tenant, weight)
+    before, tenant.weight = tenant.weight, weight
+    if weight != before:
+        tenant.save(update_fields=["weight", "updated_at"])
+        record_event(actor=actor, action="tenant.weight", target=name, detail={"from": before, "to": weight})
+        publish_hint("tenants", name)
     return tenant
 
 

@@ -12,6 +12,7 @@ from django.urls import reverse
 from gateway.models import RequestRecord
 from gateway.services.decisions import explain_decision, find_decision, read_weights, replay_routing
 from gateway.services.errors import InvalidValue, RequestNotFound
+from gateway.services.models import allow_model, change_model_weights
 from governance.admin_tokens import create_admin_token
 from tests.fakes.nodes import make_record
 from tests.system.controlplane.test_commands import run
@@ -68,6 +69,10 @@ def test_other_weights_say_what_they_would_have_changed() -> None:
     assert replay.moves == {("m", "idle", "fast"): 3}
     assert replay_routing(read_weights("load=0.25")).changed == 1  # what went to the slow one by mistake
     assert replay_routing(read_weights("latency=0.8"), model="other").compared == 0
+    allow_model(name="m", actor="user:x")
+    change_model_weights(name="m", weights={"latency": 0.8}, actor="user:x")
+    assert replay_routing(read_weights("reliability=0.2")).changed == 3
+    assert replay_routing(read_weights("latency=0.2")).changed == 1
     assert "3 of 4 requests with a choice would have gone elsewhere (75.0 %)" in run(
         "replay_routing", "--weights", "latency=0.8"
     )

@@ -27,7 +27,7 @@ from gateway.services.models import (
     raise_model_caps,
     remember_models,
 )
-from gateway.services.tenants import change_tenant_limit, create_tenant
+from gateway.services.tenants import change_tenant_limit, change_tenant_weight, create_tenant
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Operation, OperationRun
 from governance.operations import proposals
@@ -133,6 +133,7 @@ MORE: dict[str, Callable[[ApiKey], object]] = {
     "new key above its tenant": lambda _: make_key("greedy", requests_per_minute=61),
     "new key of high priority": lambda _: make_key("greedy", priority="high"),
     "new tenant above the setting": lambda _: create_tenant(name="greedy", requests_per_minute=SETTING + 1, actor=ACTOR),
+    "weight of a tenant": lambda _: change_tenant_weight(name="research", weight=101, actor=ACTOR),
     "tokens": lambda _: change_caps(max_tokens=1025),
     "tokens to the setting": lambda _: change_caps(max_tokens=None),
     "prompt above the setting": lambda _: change_caps(max_prompt_chars=LIMITS.max_prompt_chars + 1),
@@ -153,6 +154,7 @@ LESS: dict[str, Callable[[ApiKey], object]] = {
     "new key at its tenant's": lambda _: make_key("modest", requests_per_minute=60),
     "new key without": lambda _: make_key("modest"),
     "new tenant at the setting": lambda _: create_tenant(name="modest", requests_per_minute=SETTING, actor=ACTOR),
+    "weight of a tenant": lambda _: change_tenant_weight(name="research", weight=50, actor=ACTOR),
     "tokens": lambda _: change_caps(max_tokens=1023),
     "the same caps": lambda _: change_caps(),
     "from the setting to a number": lambda _: change_caps(max_prompt_chars=1),
@@ -216,8 +218,9 @@ def test_an_approved_raise_is_carried_out_once_with_the_approved_values_and_reco
     spent = order_of(raises[1], max_tokens=4096, max_queue=50)
     with pytest.raises(ApprovalNeeded):
         raise_model_caps(name="big", max_tokens=4096, max_queue=50, actor=ACTOR, order=spent)
-    run = carry_out(team, propose(team, "tenant:research", requests_per_minute=SETTING * 2))
-    assert (run.state, Tenant.objects.get(name="research").requests_per_minute) == (RunState.SUCCEEDED.value, SETTING * 2)
+    run = carry_out(team, propose(team, "tenant:research", requests_per_minute=SETTING * 2, weight=250))
+    tenant = Tenant.objects.get(name="research")
+    assert (run.state, tenant.requests_per_minute, tenant.weight) == (RunState.SUCCEEDED.value, SETTING * 2, 250)
 
 
 def test_what_is_revoked_gone_or_no_raise_any_more_fails_with_the_reason_and_lowers_nothing(team: Team, key: ApiKey) -> None:
@@ -256,6 +259,7 @@ def test_an_approval_carries_nothing_that_was_not_signed(team: Team, key: ApiKey
         (change_tenant_limit, of_tenant, {"name": "research", "requests_per_minute": 501}),
         (change_tenant_limit, of_tenant, {"name": "research", "requests_per_minute": None}),
         (change_tenant_limit, of_tenant, {"name": "other", "requests_per_minute": 500}),
+        (change_tenant_limit, of_tenant, {"name": "research", "requests_per_minute": 500, "weight": 200}),
         (raise_model_caps, of_model, {"name": "big", "max_tokens": 4097}),
         (raise_model_caps, of_model, {"name": "big", "max_tokens": 4096, "max_queue": 50}),
         (raise_model_caps, of_model, {"name": "big", "max_queue": 4096}),
@@ -315,6 +319,8 @@ REFUSED: list[tuple[list[str], dict[str, object], str, str]] = [
     (["key:nobody"], {"requests_per_minute": 500}, "targets", ""),
     (["tenant:nobody"], {"requests_per_minute": 500}, "targets", ""),
     (["tenant:research"], {"priority": "high"}, "priority", ""),
+    (["tenant:research"], {"weight": 100}, "weight", "is 100 today"),
+    (["tenant:research"], {"weight": 10_001}, "weight", "from 1 to"),
     (["box:research"], {"requests_per_minute": 500}, "targets", ""),
     (["model:big"], {"max_tokens": 1024}, "max_tokens", "is 1024 today"),
     (["model:big"], {"max_tokens": 4096, "max_queue": 9}, "max_queue", "leave it out"),

@@ -79,6 +79,7 @@ def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
 
 CHANGES: list[tuple[str, str, dict[str, str], dict[str, object]]] = [
     ("tenant", "limits", {"requests_per_minute": "9"}, {"requests_per_minute": 9}),
+    ("tenant", "weight", {"weight": "250"}, {"weight": 250}),
     ("tenant", "disable", {}, {"is_active": False}),
     ("tenant", "enable", {}, {"is_active": True}),
     ("tenant", "responses", {"stores_responses": "on", "responses_kept_days": "7"}, {"stores_responses": True}),
@@ -87,6 +88,7 @@ CHANGES: list[tuple[str, str, dict[str, str], dict[str, object]]] = [
     ("model", "caps", {"max_tokens": "256", "max_prompt_chars": "", "max_queue": "7"}, {"max_tokens": 256, "max_queue": 7}),
     ("model", "details", {"fallbacks": "c\n\n", "context_tokens": "8192", "tokenizer": "qwen3", "tidy": "on", "resumes": "on"},
      {"fallbacks": ["c"], "context_tokens": 8192, "tokenizer": "qwen3", "tidy": True, "resumes": True}),
+    ("model", "weights", {"latency": "0.5", "affinity": "0"}, {"score_weights": {"latency": 0.5, "affinity": 0.0}}),
     ("model", "disallow", {}, {"allowed": False}),
 ]  # fmt: skip
 

@@ -23,7 +23,14 @@ from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord
 from gateway.request.models import Catalogue
 from gateway.services.errors import InvalidValue, KeyRevoked, ModelNotFound, NameTaken, TenantNotFound
 from gateway.services.keys import change_key_limits, create_api_key, revoke_api_key
-from gateway.services.models import allow_model, change_model_canary, disallow_model, is_model_allowed, remember_models
+from gateway.services.models import (
+    allow_model,
+    change_model_canary,
+    change_model_weights,
+    disallow_model,
+    is_model_allowed,
+    remember_models,
+)
 from gateway.services.requests import close_orphaned_requests
 from gateway.services.tenants import create_tenant
 from gateway.tasks import (
@@ -38,7 +45,7 @@ from gateway.tasks import (
     reconcile_requests,
 )
 from gateway.tasks import maintain_partitions as maintain_task
-from gateway.values import Priority
+from gateway.values import Priority, Weights
 from governance.admin_tokens import create_admin_token
 from nodes.services.credentials import create_credential, create_provider
 from tests.fakes.limits import set_limits
@@ -139,6 +146,32 @@ def test_every_change_sends_one_hint_after_the_commit(
     with django_capture_on_commit_callbacks() as callbacks:
         change()
     assert len(callbacks) == 1
+
+
+def test_gateways_learn_the_weights_of_models_and_tenants_and_a_tenant_is_weighed_over_rest() -> None:
+    make_tenant("research")
+    make_key("k")
+    allow_model(name="m", actor=ACTOR)
+    change_model_weights(name="m", weights={"affinity": 0.4}, actor=ACTOR)
+    admin = Client(headers={"authorization": f"Bearer {create_admin_token(name='t', actor=ACTOR)[1]}"})
+    answer = admin.patch("/api/v1/tenants/research", {"weight": 250}, "application/json")
+    assert answer.json() == {"name": "research", "is_active": True, "requests_per_minute": None, "weight": 250}
+    assert admin.get("/api/v1/tenants").json() == {"tenants": [answer.json()]}
+    assert admin.get("/api/v1/tenants/research").json() == answer.json()
+    assert [event.detail for event in audited("tenant.weight")] == [{"from": 100, "to": 250}]
+    assert admin.patch("/api/v1/tenants/research", {"weight": 0}, "application/json").status_code == 400
+    assert admin.patch("/api/v1/tenants/nobody", {"weight": 9}, "application/json").status_code == 404
+    catalogue = Catalogue(GatewayLimits())
+    catalogue.apply_models(catalogue.load_models())
+    weights = catalogue.weights
+    assert weights == {"m": Weights(0.25, 0.25, 0.20, 0.20, 0.4)}
+    assert [entry.caller.weight for _, entry in catalogue.load_keys(None)] == [2.5]
+    change_model_weights(name="m", weights={}, actor=ACTOR)
+    catalogue.apply_models(catalogue.load_models())
+    assert weights == {}
+    for wrong in ({"affinity": 1.5}, {"speed": 1.0}):
+        with pytest.raises(InvalidValue, match="Weights look like"):
+            change_model_weights(name="m", weights=wrong, actor=ACTOR)
 
 
 def test_a_canary_question_is_set_and_taken_away_and_one_that_would_tell_nothing_is_refused() -> None:

@@ -52,7 +52,7 @@ WRITERS: dict[str, set[str]] = {
 
 LIMITS: dict[str, set[str]] = {
     "gateway.ApiKey": {"requests_per_minute", "priority", "budgets"},
-    "gateway.Tenant": {"requests_per_minute", "budgets"},
+    "gateway.Tenant": {"requests_per_minute", "budgets", "weight"},
     "gateway.Model": {"max_tokens", "max_prompt_chars", "max_queue"},
 }
 """Table → the columns that say how much somebody may have."""
@@ -68,6 +68,7 @@ COUNTERPARTS: dict[str, set[str]] = {
         "gateway/services/keys.py::raise_key_limit", "gateway/services/tenants.py::create_tenant",
         "gateway/services/tenants.py::change_tenant_limit",
         "gateway/services/keys.py::change_key_budgets", "gateway/services/tenants.py::change_tenant_budgets",
+        "gateway/services/tenants.py::change_tenant_weight",
         "gateway/services/models.py::allow_model",
         "gateway/services/models.py::change_model_caps", "gateway/services/models.py::raise_model_caps"},
     "admin-token-mint": {"governance/admin_tokens.py::create_admin_token"},

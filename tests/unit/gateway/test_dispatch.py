@@ -602,6 +602,30 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once_and_says_how_lon
         wait.cancel()
 
 
+async def test_the_weight_of_a_tenant_counts_in_its_place_and_in_its_share() -> None:
+    floor = Floor()
+    floor.link()
+    lease = floor.take()
+    waits = [floor.queue() for _ in range(4)]
+    jobs = [floor.job(), floor.job()]
+    for job, (tenant, weight) in zip(jobs, (("heavy", 2.0), ("light", 0.25)), strict=True):
+        job.tenant, job.weight = tenant, weight
+        found = floor.dispatcher.acquire(job)
+        assert isinstance(found, asyncio.Future)
+        waits.append(found)
+    places = [floor.dispatcher.find_place(job) for job in jobs]
+    assert [place and place.position for place in places] == [3, 6]
+    lease.release()
+    held = next(wait.result() for wait in waits if wait.done())
+    assert held.account is not None
+    assert held.account.weight == {"t": 1.0, "heavy": 2.0, "light": 0.25}[held.account.tenant]
+    held.release()
+    for wait in waits:
+        if wait.done():
+            wait.result().release()
+        wait.cancel()
+
+
 async def test_who_waits_knows_its_place_until_it_has_a_slot() -> None:
     floor = Floor()
     floor.link()

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
-from gateway.request.placement import Choice, Placement, Weights, score
-from gateway.values import Decided, InferenceRequest
+from gateway.request.placement import Choice, Placement, score
+from gateway.values import Decided, InferenceRequest, Weights
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Fault, Standing, Verdict
 from tests.fakes.examples import examples
@@ -93,6 +93,18 @@ def test_of_two_idle_nodes_the_faster_and_the_more_reliable_one_gets_the_request
         assert choice.link is room.links[figures.index(better)]
         assert choice.reason == "score"
         assert all(0 <= part <= 1 for _link, parts, _score in choice.scored for part in parts)
+
+
+def test_a_model_with_weights_of_its_own_is_scored_by_them_and_its_decisions_say_so() -> None:
+    room = Room(Figures(latency_ms=100), Figures(latency_ms=180))
+    room.links[0].active = 5
+    room.placement = Placement(LIMITS, {"m": Weights.make(LIMITS, {"latency": 1.0, "affinity": 0.0})})
+    choice = room.choose()
+    assert (choice.link, choice.wish) == (room.links[0], None)
+    decision = room.placement.describe(choice, "m")
+    assert decision is not None
+    assert decision.weights == (250, 250, 1000, 200, 0)
+    assert room.placement.choose(room.links, "other", None, held_s=1.0, now=room.now).link is room.links[1]
 
 
 def test_milliseconds_do_not_decide() -> None:
@@ -216,17 +228,17 @@ def test_without_affinity_nothing_of_a_prompt_is_looked_at() -> None:
 def test_a_decision_names_the_best_eight_and_the_chosen_one() -> None:
     room = Room(*[Figures(latency_ms=100 + 10 * number) for number in range(12)])
     choice = room.choose()
-    decision = room.placement.describe(choice)
+    decision = room.placement.describe(choice, "m")
     assert decision is not None
     assert (decision.reason, decision.weights, len(decision.candidates)) == ("score", (250, 250, 200, 200, 100), 8)
     assert decision.candidates[decision.chosen].node == choice.link.node_name
     assert decision.candidates[0].parts == (1000, 1000, 1000, 1000, 0)
     last = Choice(room.links[-1], None, "preferred", choice.scored)
-    shown = room.placement.describe(last)
+    shown = room.placement.describe(last, "m")
     assert shown is not None
     assert shown.candidates[shown.chosen].node == room.links[-1].node_name
-    assert room.placement.describe(Choice(room.links[0], None, "waited")) == Decided("waited")
-    assert Room(None, None, decision_candidates=0).placement.describe(choice) is None
+    assert room.placement.describe(Choice(room.links[0], None, "waited"), "m") == Decided("waited")
+    assert Room(None, None, decision_candidates=0).placement.describe(choice, "m") is None
 
 
 def test_what_is_remembered_is_bounded() -> None:
