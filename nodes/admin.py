@@ -49,7 +49,7 @@ from nodes.services.credentials import (
 from nodes.services.drains import EVICT, FORCED_DRAIN, cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
 from nodes.services.figures import read_figures, read_uptimes
 from nodes.services.governance import set_op_key
-from nodes.services.gpus import list_gpus
+from nodes.services.gpus import list_gpus, list_models
 from nodes.services.history import Span, draw_history, read_history
 from nodes.services.nodes import set_api_key
 from nodes.services.telemetry import count_replicas, describe_counts, describe_gpus, describe_telemetry
@@ -489,9 +489,9 @@ class GpuAdmin(ShowingAdmin):
     def show_running(self, gpu: Gpu) -> str:
         return "-" if gpu.active_requests is None else str(gpu.active_requests)
 
-    @column("Models of its node")
+    @column("Models")
     def show_models(self, gpu: Gpu) -> str:
-        return ", ".join(gpu.node.model_names) or "-"
+        return ", ".join(list_models(gpu)) or "-"
 
     @column("Last reported", ordering="last_seen_at")
     def show_seen(self, gpu: Gpu) -> str:

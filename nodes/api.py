@@ -29,7 +29,7 @@ from nodes.services.availability import explain_unreachable, is_drained, judge_s
 from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
 from nodes.services.figures import ModelFigures, read_figures, read_uptimes
-from nodes.services.gpus import list_gpus
+from nodes.services.gpus import list_gpus, list_models
 from nodes.services.history import Moment, Span, read_history
 from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
 from wire.contract import NodeMode, NodeStatus
@@ -296,7 +296,7 @@ class FiguresSerializer(serializers.Serializer[ModelFigures]):
 
 
 class GpuSerializer(serializers.Serializer[Gpu]):
-    """One GPU. Memory in MiB; ``status``, ``models``, ``queue_depth``, ``uptime_24h`` and ``figures`` are those of its node."""
+    """One GPU. Memory in MiB; ``status``, ``queue_depth``, ``uptime_24h`` and ``figures`` are those of its node."""
 
     gpu_id = serializers.CharField(source="printed_id")
     node_id = serializers.CharField(source="node.printed_id")
@@ -319,13 +319,17 @@ class GpuSerializer(serializers.Serializer[Gpu]):
     power_w = serializers.FloatField(allow_null=True)
     active_requests = serializers.IntegerField(allow_null=True)
     queue_depth = serializers.IntegerField(source="node.presence.queue_depth", allow_null=True)
-    models = serializers.ListField(source="node.model_names", child=serializers.CharField())
+    models = serializers.SerializerMethodField()
     status = serializers.SerializerMethodField()
     uptime_24h = serializers.SerializerMethodField()
     figures = serializers.SerializerMethodField()
     first_seen_at = serializers.DateTimeField()
     last_seen_at = serializers.DateTimeField()
     gone_at = serializers.DateTimeField(allow_null=True, help_text="When its node no longer named it")
+
+    @extend_schema_field(serializers.ListField(child=serializers.CharField(), help_text="Those that are loaded on it"))
+    def get_models(self, gpu: Gpu) -> list[str]:
+        return list_models(gpu)
 
     @extend_schema_field(serializers.ChoiceField(choices=STATUSES))
     def get_status(self, gpu: Gpu) -> str:

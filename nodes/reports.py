@@ -394,6 +394,9 @@ def _clean_replicas(replicas: Sequence[bridge.ReplicaInfo]) -> list[bridge.Repli
             context_tokens=_clean_int(replica.context_tokens, limits().nodes.report_context_tokens) or None,
             kept=replica.kept is True,
             gave_up_ms=_clean_int(replica.gave_up_ms, limits().nodes.report_unix_ms),
+            gpus=[
+                index for gpu in replica.gpus[: limits().nodes.report_gpus] if (index := _clean_int(gpu, 1_000_000)) is not None
+            ],
         )
         for replica in replicas[: limits().nodes.report_replicas]
     ]

@@ -320,6 +320,7 @@ class ModelsLimits:
     settings_bytes: int = bound(4 * MIB, "bytes", "A longer settings file is refused.")
     text_chars: int = bound(4096, "characters", "A longer text in the settings is refused.")
     id_chars: int = bound(200, "characters", "A longer id of a model is refused.")
+    gpus: int = bound(64, "GPUs", "A load that names more GPUs, or a higher number of one, is refused.")
     shown_chars: int = bound(80, "characters", "A name or value is cut in a refusal.")
 
     discovery_s: float = bound(30.0, "s", "The folders of models are looked through again.")

@@ -84,6 +84,7 @@ def _describe_loading(model: Model) -> ReplicaInfo:
         detail=(load.stage if load is not None else model.last_error or "")[: limits().connection.detail_chars],
         progress=None if load is None or load.fraction is None else round(load.fraction, 3),
         eta_s=None if load is None or (eta := load.eta_s()) is None else round(eta, 1),
+        gpus=list(model.plan.gpu_ids) if model.plan is not None else [],
     )
 
 
@@ -101,6 +102,7 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
         kv_mb=_mib(replica.kv_bytes),
         endpoints=_tell_endpoints(model, replica.capabilities),
         context_tokens=replica.context_tokens,
+        gpus=list(replica.plan.gpu_ids),
     )
 
 

@@ -67,7 +67,8 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     known parts; None = unknown. ``endpoints`` are the API paths this model answers, empty = those of the registration.
     ``context_tokens``: prompt and answer of one request together. ``kept``: an approval keeps the model loaded, so the node
     loads it again by itself after a restart; where it cannot, the state is failed and ``detail`` says why. ``gave_up_ms``: Unix
-    time in milliseconds at which the node stopped trying until its next start; None = it has not.
+    time in milliseconds at which the node stopped trying until its next start; None = it has not. ``gpus``: the numbers of the
+    GPUs that it is on, as in ``GpuInfo``; empty = the node does not say.
     """
 
     model: str
@@ -85,6 +86,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     context_tokens: int | None = None
     kept: bool = False
     gave_up_ms: int | None = None
+    gpus: list[int] = []
 
     @property
     def percent(self) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -168,9 +168,12 @@ def find_fits(name: str) -> Compatibility:
     return Compatibility(name, source, needed, tuple(fits))
 
 
-def explain_misfit(model: str, *, node_id: uuid.UUID, quantization: str = "") -> str:
+def explain_misfit(
+    model: str, *, node_id: uuid.UUID, quantization: str = "", gpus: Collection[int] = (), parts: int = 1
+) -> str:  # fmt: skip
     """Return why no GPU of a node can run a model by its document, of the one that comes nearest; empty = one can, or nobody
-    knows. ``settings.NODE_MODEL_FIT`` names this function, for proposals to load it.
+    knows. ``gpus``: all of these are needed; ``parts``: how many GPUs share it evenly. ``settings.NODE_MODEL_FIT`` names this
+    function, for proposals to load it.
     """
     row = Model.objects.filter(name=model, requirements__isnull=False).first()
     needed = read_requirements(row)[1] if row is not None else None
@@ -178,8 +181,20 @@ def explain_misfit(model: str, *, node_id: uuid.UUID, quantization: str = "") ->
         return ""
     if (wanted := needed.quantizations.get(quantization)) is not None:
         needed = msgspec.structs.replace(needed, min_vram_mb=max(needed.min_vram_mb, wanted.vram_mb), quantizations={})
-    fits = sorted((judge_gpu(gpu, model, needed) for gpu in read_gpus(node_id)), key=lambda fit: -(fit.gpu.vram_mb or 0))
+    if parts > 1:
+        needed = _share_out(needed, parts)
+    candidates = [gpu for gpu in read_gpus(node_id) if not gpus or gpu.index in gpus]
+    fits = sorted((judge_gpu(gpu, model, needed) for gpu in candidates), key=lambda fit: -(fit.gpu.vram_mb or 0))
+    if gpus:
+        return next((fit.reason for fit in reversed(fits) if not fit.can_run), "")
     return "" if not fits or any(fit.can_run for fit in fits) else fits[0].reason
+
+
+def _share_out(needed: Requirements, parts: int) -> Requirements:
+    quantizations = {
+        name: msgspec.structs.replace(one, vram_mb=-(-one.vram_mb // parts)) for name, one in needed.quantizations.items()
+    }
+    return msgspec.structs.replace(needed, min_vram_mb=-(-needed.min_vram_mb // parts), quantizations=quantizations)
 
 
 def judge_gpu(gpu: GpuFacts, model: str, needed: Requirements | None) -> GpuFit:

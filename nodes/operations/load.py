@@ -42,6 +42,8 @@ from wire.ids import format_id
 
 KEEP = "keepLoaded"
 """Of a load: the node loads the model again by itself after every restart."""
+GPUS = "gpus"
+"""Of a load: the GPUs that each replica takes, by their numbers on the node."""
 RELOAD_FAILED = "node.reload-failed"
 _AS_SET_UP = "as the node is set up"
 _MAY_FINISH = "they may finish within the node's own limit"
@@ -58,6 +60,7 @@ class ModelLoad(NodeOperation):
         "maxContextLength": Field("number"),
         "gpuMemoryBudgetMB": Field("number"),
         "evictModel": Field("text"),
+        GPUS: Field("numbers"),
         "overrides": Field("object"),
         KEEP: Field("truth"),
     }
@@ -102,6 +105,8 @@ class ModelLoad(NodeOperation):
             {"name": "gpuMemoryBudgetMB", "label": "GPU memory that it may take, in MiB", "kind": "number", "min": 1,
              "help": "Empty: what it needs."},
             {"name": "quantization", "label": "Quantization", "help": "Empty: as the node is set up."},
+            {"name": GPUS, "label": "GPUs", "kind": "json",
+             "help": "Their numbers on the node, such as [0, 1]: one replica takes them all. Empty: as the node is set up."},
             {"name": "overrides", "label": "Settings of the engine", "kind": "json",
              "help": 'A JSON object, such as {"n_gpu_layers": 20}. Whole numbers only.'},
         ]  # fmt: skip
@@ -121,6 +126,7 @@ class ModelLoad(NodeOperation):
         lines += [Line(label, str(params[field]), _AS_SET_UP) for field, label in labels.items() if field in params]
         if "evictModel" in params:
             lines.append(Line("Unloaded first", str(params["evictModel"]), _now_of(found, params["evictModel"])))
+        lines += _describe_gpus(params, found)
         after = "is loaded again, until an unload is approved" if _is_kept(params) else "is not loaded again"
         lines.append(Line("After a restart of the node", after))
         overrides = params.get("overrides")
@@ -141,9 +147,15 @@ class ModelLoad(NodeOperation):
         elif isinstance(evicted, str):
             yield Impact(CAUTION, f"{evicted} is unloaded from {name} first.")
             yield from judge_live(target, evicted, verb=_MAY_FINISH)
+        yield from _judge_gpus(target, params)
         explain_misfit: Callable[..., str] = import_string(settings.NODE_MODEL_FIT)  # it lives above this app
-        if why := explain_misfit(model, node_id=target.node.pk, quantization=str(params.get("quantization") or "")):
-            yield Impact(DANGER, f"No GPU of {name} can run {model}: {why}.")
+        gpus = _list_named(params)
+        quantization = str(params.get("quantization") or "")
+        if why := explain_misfit(
+            model, node_id=target.node.pk, quantization=quantization, gpus=gpus, parts=max(1, len(gpus))
+        ):  # fmt: skip
+            which = f"GPU {' and '.join(map(str, gpus))}" if gpus else "No GPU"
+            yield Impact(DANGER, f"{which} of {name} {'cannot' if gpus else 'can'} run {model}: {why}.")
         yield self._judge_memory(target, params, signed)
 
     def _judge_memory(self, target: Target, params: Params, signed: str) -> Impact:
@@ -151,7 +163,7 @@ class ModelLoad(NodeOperation):
         if memory is None:
             return Impact(CAUTION, f"{name} does not say how much memory it has.")
         freed = sum(replica.memory_mb or 0 for replica in target.said.loaded if replica.model == params.get("evictModel"))
-        free = memory.total_mb - memory.used_mb + freed
+        free = _free_on(target, _list_named(params), memory.total_mb - memory.used_mb) + freed
         replicas = (*target.said.loaded, *target.said.changing)
         needed = max((replica.memory_mb or 0 for replica in replicas if replica.model == model), default=0)
         if not needed and (run := last_run(self.name, target=signed, params=params)) is not None:
@@ -241,6 +253,47 @@ MODEL_LOAD, MODEL_UNLOAD, SETTINGS_RELOAD = ModelLoad(), ModelUnload(), Settings
 
 def _is_kept(params: Params) -> bool:
     return params.get(KEEP) is True
+
+
+def _list_named(params: Params) -> list[int]:
+    named = params.get(GPUS)
+    return [index for index in named if isinstance(index, int)] if isinstance(named, list | tuple) else []
+
+
+def _describe_gpus(params: Params, found: Sequence[Target]) -> Iterator[Line]:
+    """Yield the line that names every GPU of every node, with what each is today."""
+    named = _list_named(params)
+    if not named:
+        if any(len(target.said.gpus) > 1 for target in found):
+            yield Line("GPUs", _AS_SET_UP)
+        return
+    today = [f"{target.node.name}: {', '.join(_name_gpu(target, index) for index in named)}" for target in found]
+    yield Line("GPUs", ", ".join(map(str, named)), "; ".join(today[: limits().nodes.listed_names]))
+
+
+def _name_gpu(target: Target, index: int) -> str:
+    gpu = next((gpu for gpu in target.said.gpus if gpu.index == index), None)
+    return f"{index} is not there" if gpu is None else f"{index} is {gpu.name}"
+
+
+def _free_on(target: Target, gpus: Sequence[int], otherwise: int) -> int:
+    """Return what a replica on these GPUs may have: of each as much as is free on the fullest."""
+    free = {
+        gpu.index: gpu.memory_total_mb - gpu.memory_used_mb
+        for gpu in target.said.gpus
+        if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None
+    }
+    return len(gpus) * min(free[index] for index in gpus) if gpus and free.keys() >= set(gpus) else otherwise
+
+
+def _judge_gpus(target: Target, params: Params) -> Iterator[Impact]:
+    """Yield what is known of the GPUs that a load names: those that are not there, and what is on the others."""
+    there = {gpu.index for gpu in target.said.gpus}
+    for index in _list_named(params):
+        if there and index not in there:
+            yield Impact(DANGER, f"{target.node.name} has no GPU {index}; the load will be refused.")
+        elif on_it := sorted({one.model for one in target.said.loaded if index in one.gpus}):
+            yield Impact(CAUTION, f"GPU {index} of {target.node.name} has {', '.join(on_it)} on it.")
 
 
 def _now_of(found: Sequence[Target], model: object) -> str:

@@ -56,7 +56,7 @@ class Target:
 class Field:
     """One parameter. ``least`` and ``most`` bound a number; None = the largest of a column."""
 
-    kind: Literal["text", "number", "truth", "object"]
+    kind: Literal["text", "number", "truth", "object", "numbers"]
     is_required: bool = False
     least: int = 1
     most: int | None = None
@@ -279,6 +279,14 @@ def _check_value(name: str, value: object, field: Field) -> None:
         case "truth":
             if not isinstance(value, bool):
                 raise InvalidProposal(f"{name} must be true or false.", param=name)
+        case "numbers":
+            _refuse_floats(name, value)
+            numbers = list(value) if isinstance(value, list | tuple) else []
+            is_number = all(type(one) is int and 0 <= one < bounds.report_gpus for one in numbers)
+            if not numbers or not is_number or len(set(numbers)) < len(numbers):
+                raise InvalidProposal(
+                    f"{name} must be a list of numbers from 0 to {bounds.report_gpus - 1}, each once.", param=name
+                )
         case "object":
             if not isinstance(value, Mapping) or len(value) > bounds.operation_overrides:
                 raise InvalidProposal(f"{name} must be an object of at most {bounds.operation_overrides} members.", param=name)

@@ -14,8 +14,8 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from core.limits import limits
-from nodes.models import Gpu, ProviderState, clock_of
-from nodes.reports import read_stored
+from nodes.models import Gpu, ProviderState, clock_of, presence_of
+from nodes.reports import read_replicas, read_stored
 from nodes.services.availability import judge_status
 from nodes.services.telemetry import guess_gpus
 from wire.bridge import GpuInfo
@@ -225,6 +225,14 @@ def list_gpus(*, node_id: uuid.UUID | None = None, with_gone: bool = False) -> Q
     if node_id is not None:
         gpus = gpus.filter(node_id=node_id)
     return gpus if with_gone else gpus.filter(gone_at=None)
+
+
+def list_models(gpu: Gpu) -> list[str]:
+    """Return the models that are loaded on a GPU: those of its node, less those that the node says are on others."""
+    replicas = read_replicas(presence_of(gpu.node).replicas)
+    here = {replica.model for replica in replicas if not replica.gpus or gpu.index in replica.gpus}
+    elsewhere = {replica.model for replica in replicas} - here
+    return [name for name in gpu.node.model_names if name not in elsewhere]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ SettingsBackend = Literal[
 Backend = Literal[SettingsBackend, "attached"]
 """``attached`` is not for settings files: a model of the server given with ``--backend``."""
 BACKENDS: tuple[str, ...] = get_args(SettingsBackend)
+GPU_BACKENDS = frozenset({"gguf", "vllm", "exllamav3", "tgi"})
+"""Backends that put one replica on several GPUs: the node tells them which."""
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 KV_TYPES: tuple[str, ...] = get_args(KvType)
 """Types of a llama.cpp KV cache."""
@@ -120,6 +122,7 @@ class ModelDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     ``translate``: words of TRANSLATABLE; gateways are not told that the engine answers those, so they translate. ``tidy``:
     whether chunks of its chat streams are put right for strict clients; None = where the engine is known to need it.
+    ``gpu_count``: how many GPUs one replica takes, those with the most free memory; None = all that the node may use.
     ``prompt_format`` is more than a model's own chat template: one has a switch for thinking, and one translates.
     """
 
@@ -127,6 +130,7 @@ class ModelDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     backend: Annotated[Backend, PLAIN]
     model_path: Annotated[str, PLAIN, text("a path or a model id")] | None = None
     device: Annotated[str, text("cpu, cuda, cuda:N (a GPU of the node by its number) or auto", _DEVICE.pattern)] | None = None
+    gpu_count: Annotated[int, PLAIN, count(1, 64, unit="GPUs")] | None = None
     compute_type: (
         Literal[
             "default", "auto", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16",

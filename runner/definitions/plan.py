@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Annotated
@@ -19,6 +19,7 @@ from runner.definitions.fields import (
     BACKEND_FIELDS,
     COMMON_FIELDS,
     EXLLAMA_PAGE_TOKENS,
+    GPU_BACKENDS,
     LOAD,
     SWITCHES,
     Field,
@@ -140,8 +141,8 @@ def read_vllm_defaults(env: Mapping[str, str]) -> dict[str, object]:
 def check_overrides(definition: ModelDefinition, overrides: Mapping[str, object]) -> dict[str, object]:
     """Return the overrides of a load, checked; ``maxContextLength`` becomes the backend's own field where it has one.
 
-    Keys are the override fields of the backend (llm-pool), and ``quantization``, ``maxContextLength`` and
-    ``gpuMemoryBudgetMB`` (model-runner; null = not given). A key that is present, even with null, beats the definition.
+    Keys are the override fields of the backend (llm-pool), ``quantization``, ``maxContextLength`` and ``gpuMemoryBudgetMB``
+    (model-runner), and ``gpus``; null = not given. A key that is present, even with null, beats the definition.
     Raises InvalidLoadRequest with ``param``: the first field that cannot be used, its value and its limit.
     """
     checked: dict[str, object] = {}
@@ -194,12 +195,40 @@ def load_recommendations(definition: ModelDefinition) -> dict[str, object]:
     return {"kv_cache": {"kind": "pair_presets", "fields": [k, v], "recommended_pairs": recommended}}
 
 
-def choose_gpus(definition: ModelDefinition, *, given: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the GPUs that ``device`` of a definition means: of those ``given`` to the node, else of those ``found`` in it.
+def choose_gpus(
+    definition: ModelDefinition, *, given: tuple[int, ...], found: tuple[int, ...], asked: tuple[int, ...] = (),
+    free_mb: Mapping[int, int | None] | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the GPUs of one replica: of those ``given`` to the node, else of those ``found`` in it.
 
-    Raises InvalidLoadRequest when what it names is not there. Without a device, or with ``auto``, the engine has those given,
-    and one that cannot do without a GPU those found.
+    ``asked``: those that a load names. Else they are what ``device`` means; without a device, or with ``auto``, the engine has
+    those given, and one that cannot do without a GPU those found. Of these ``gpu_count`` takes the ones with the most
+    ``free_mb``. Raises InvalidLoadRequest when something named is not there.
     """
+    usable = given or found
+    if asked:
+        if missing := [index for index in asked if index not in usable]:
+            raise InvalidLoadRequest(
+                f"gpus: {definition.model_id} is to be loaded on GPU {_list_gpus(missing)}, and this node has "
+                f"{_name_gpus(usable)} for it.",
+                param="gpus",
+            )
+        return asked
+    count, chosen = definition.gpu_count, _find_device(definition, given=given, found=found)
+    if count is None:
+        return chosen
+    candidates = chosen or usable
+    if len(candidates) < count:
+        raise InvalidLoadRequest(
+            f"gpu_count: the settings of {definition.model_id} say {count} GPUs, and this node has {_name_gpus(candidates)} "
+            "for it; correct them.",
+            param="gpu_count",
+        )
+    free = free_mb or {}
+    return tuple(sorted(sorted(candidates, key=lambda index: (-(free.get(index) or 0), index))[:count]))
+
+
+def _find_device(definition: ModelDefinition, *, given: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
     device = definition.device
     if device is None or device == "auto":
         return given or (found if definition.backend in _NEEDS_GPU else ())
@@ -208,12 +237,26 @@ def choose_gpus(definition: ModelDefinition, *, given: tuple[int, ...], found: t
     usable, number = given or found, gpu_number(device)
     chosen = usable if number is None else tuple(index for index in usable if index == number)
     if not chosen:
-        there = f"the GPUs {', '.join(map(str, usable))}" if usable else "no GPU"
         raise InvalidLoadRequest(
-            f"device: the settings of {definition.model_id} say {device}, and this node has {there} for it; correct them.",
+            f"device: the settings of {definition.model_id} say {device}, and this node has {_name_gpus(usable)} for it; "
+            "correct them.",
             param="device",
         )
     return chosen
+
+
+def _name_gpus(usable: Sequence[int]) -> str:
+    return f"the GPUs {_list_gpus(usable)}" if usable else "no GPU"
+
+
+def _list_gpus(gpus: Iterable[int]) -> str:
+    return ", ".join(map(str, gpus))
+
+
+def asked_gpus(overrides: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the GPUs that checked overrides name, none when they name none."""
+    asked = overrides.get("gpus")
+    return tuple(asked) if isinstance(asked, list | tuple) else ()
 
 
 def make_plan(
@@ -279,6 +322,8 @@ def find_conflicts(
                 held = plan.slots
             case "gpuMemoryBudgetMB":
                 held = plan.memory_budget_mb
+            case "gpus":
+                held = plan.gpu_ids
             case "quantization":
                 held = plan.quantization or files
                 if held is not None and _is_quantization(str(held), str(value)):
@@ -404,10 +449,24 @@ def _check_budget(definition: ModelDefinition, value: object) -> dict[str, objec
     return {name: _check_value(name, value, _POSITIVE)}
 
 
+def _check_gpus(definition: ModelDefinition, value: object) -> dict[str, object]:
+    name = "gpus"
+    if definition.backend not in GPU_BACKENDS:
+        raise _not_allowed(name, value, f"the GPUs of a {definition.backend} model are not chosen by a load, leave it out.")
+    if definition.device == "cpu":
+        raise _not_allowed(name, value, f"the settings of {definition.model_id} say device cpu.")
+    numbers = value if isinstance(value, list | tuple) else ()
+    is_index = all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < limits().models.gpus for one in numbers)
+    if not numbers or not is_index or len(set(numbers)) < len(numbers) or len(numbers) > limits().models.gpus:
+        raise _not_allowed(name, value, "it must be a list of numbers of GPUs of this node, each once.")
+    return {name: tuple(numbers)}
+
+
 _RUNNER_CHECKS = {
     "quantization": _check_quantization_word,
     "maxContextLength": _check_context,
     "gpuMemoryBudgetMB": _check_budget,
+    "gpus": _check_gpus,
 }
 
 

@@ -17,6 +17,7 @@ from runner.definitions.fields import (
     BACKEND_FIELDS,
     BACKENDS,
     COMMON_FIELDS,
+    GPU_BACKENDS,
     POSITIVE,
     REQUIRED,
     Backend,
@@ -211,6 +212,10 @@ def find_problem(values: Mapping[str, object]) -> Problem | None:
 def _find_misplaced(backend: str, values: Mapping[str, object]) -> Problem | None:
     # A common field that would do nothing for the backend is refused: its owner would take it for done.
     device, own = values.get("device"), {name for name, value in values.items() if value is not None}
+    if "gpu_count" in own and backend not in GPU_BACKENDS:
+        return "gpu_count", f"does nothing for {backend}, whose GPUs are not chosen by the node; take it out"
+    if "gpu_count" in own and device == "cpu":
+        return "gpu_count", "cannot go together with device cpu; leave one of them out"
     if device is not None and backend == "tgi":
         return "device", "is not told to TGI; say with CUDA_VISIBLE_DEVICES what it may use"
     if device is not None and backend in {"llama_server", "tabbyapi", "comfyui", "openai_compatible"}:

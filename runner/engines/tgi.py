@@ -44,7 +44,7 @@ from runner.engines.port import (
     Health,
     Response,
 )
-from runner.engines.process import StageLog, child_environment
+from runner.engines.process import StageLog, child_environment, gpu_environment
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
 from runner.limits import limits
 from wire.unreadable import UNREADABLE
@@ -84,14 +84,16 @@ def build_command(plan: LoadPlan, ports: list[int], folder: Path) -> list[str]:
 
 def build_environment(plan: LoadPlan, key: str) -> dict[str, str]:
     caching = "1" if plan.options.get("tgi_prefix_caching") is True else "0"
-    return child_environment() | {
+    gpus = gpu_environment(plan.gpu_ids, is_cpu=not plan.gpu_ids)
+    return {
+        **child_environment(),
+        **gpus,
         "API_KEY": key,  # not on the command line, which every user of the machine can read
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "USAGE_STATS": "off",
         "PREFIX_CACHING": caching,
         "USE_PREFIX_CACHING": caching,
-        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in plan.gpu_ids),
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from runner.definitions.plan import LoadPlan, Report
-from runner.engines.process import StageLog, child_environment
+from runner.engines.process import StageLog, child_environment, gpu_environment
 from runner.errors import EngineError
 from runner.limits import MIB, limits
 
@@ -92,8 +92,8 @@ def build_environment(plan: LoadPlan) -> dict[str, str]:
         "NO_COLOR": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
-        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in plan.gpu_ids),
     }
+    environment |= gpu_environment(plan.gpu_ids, is_cpu=runs_on_cpu(plan))
     for name in _OURS_ALREADY:
         environment.pop(name, None)
     if runs_on_cpu(plan):

@@ -122,15 +122,15 @@ def _row_bytes(elements: int, cache_type: str) -> int:
     return -(-elements // block) * block_bytes
 
 
-def learn_overhead(observations: Sequence[Observation], backend: str, *, has_gpu: bool = False) -> int:
+def learn_overhead(observations: Sequence[Observation], backend: str, *, has_gpu: bool = False, gpus: int = 1) -> int:
     """Return the bytes that an engine takes beyond weights and cache: the median of the newest measured loads of a backend,
-    never below zero; before any, a first guess, which is 0 for a server of somebody else's.
+    never below zero; before any, a first guess for each of its ``gpus``, which is 0 for a server of somebody else's.
     """
     # A load of which no memory could be measured has 0 there.
     ours = [seen for seen in observations if seen.backend == backend and seen.measured_bytes > 0]
     newest = sorted(ours, key=lambda seen: seen.loaded_at)[-limits().models.measured_loads :]
     if not newest:
-        return FIRST_GUESSES.get(backend, (0, 0))[has_gpu]
+        return FIRST_GUESSES.get(backend, (0, 0))[has_gpu] * max(1, gpus)
     # The median, so that one load beside another program that came or went does not spoil it.
     return max(0, int(median(seen.measured_bytes - seen.weights_bytes - seen.kv_bytes for seen in newest)))
 

@@ -60,7 +60,8 @@ def _tell_nobody() -> None:
 class LoadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/models/load``. ``overrides`` are the backend's own fields; most others are those of the specification.
 
-    ``keepLoaded``: the runner loads the model again by itself after every restart, until it is unloaded by an operation.
+    ``gpus``: the GPUs that each replica takes, by their numbers on the node. ``keepLoaded``: the runner loads the model again
+    by itself after every restart, until it is unloaded by an operation.
     """
 
     modelId: str  # noqa: N815  # names of the specification, here and below
@@ -68,6 +69,7 @@ class LoadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     maxContextLength: int | None = None  # noqa: N815
     gpuMemoryBudgetMB: int | None = None  # noqa: N815
     evictModel: str | None = None  # noqa: N815
+    gpus: list[int] | None = None
     overrides: dict[str, object] = {}
     keepLoaded: bool | None = None  # noqa: N815
     verifiedOpToken: Any = None  # noqa: N815  # Any: an object, its text, or base64url of it
@@ -694,6 +696,6 @@ def _overrides(body: LoadBody) -> dict[str, object]:
     """Return the overrides of a load: the backend's own fields and those of the specification that were given."""
     named = {
         "quantization": body.quantization, "maxContextLength": body.maxContextLength,
-        "gpuMemoryBudgetMB": body.gpuMemoryBudgetMB,
+        "gpuMemoryBudgetMB": body.gpuMemoryBudgetMB, "gpus": body.gpus,
     }  # fmt: skip
     return {**body.overrides, **{name: value for name, value in named.items() if value is not None}}

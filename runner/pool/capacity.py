@@ -86,7 +86,7 @@ class Capacity:
             slots=plan.slots,
             type_k=_cache_type(plan, "gguf_type_k"),
             type_v=_cache_type(plan, "gguf_type_v"),
-            overhead_bytes=learn_overhead(seen, plan.backend, has_gpu=has_gpu),
+            overhead_bytes=learn_overhead(seen, plan.backend, has_gpu=has_gpu, gpus=len(plan.gpu_ids)),
         )
         return Prediction(shape, predicted, expected_s)
 
@@ -104,9 +104,7 @@ class Capacity:
         if prediction.estimate is None or prediction.shape is None:
             return 0
         others = [other for other in models if other is not model]
-        free = (reading.free_mb or 0) * MIB - sum(other.reserved_bytes for other in others)
-        if evictee is not None:
-            free += _freed_by(evictee)
+        free = _free_bytes(reading, plan.gpu_ids, others, evictee)
         if self._budget_bytes is not None:
             staying = [other for other in others if other is not evictee]
             held = sum(max(other.memory_bytes or 0, other.reserved_bytes) for other in staying)
@@ -184,6 +182,8 @@ def _refusal(model_id: str, plan: LoadPlan, verdict: DoesNotFit, *, replicas: in
     required, available = ceil_mib(verdict.required_bytes * replicas), verdict.free_bytes * replicas // MIB
     budget_mb = plan.memory_budget_mb
     words = f"{available} MiB are free"
+    if len(plan.gpu_ids) > 1:
+        words += f" on the GPUs {', '.join(map(str, plan.gpu_ids))} (of each as much as on the fullest)"
     # What it may have is the smaller of what is free and its own budget.
     if budget_mb is not None and budget_mb * replicas < free_bytes // MIB:
         each = f" for each of {replicas} replicas" if replicas > 1 else ""
@@ -197,6 +197,30 @@ def _refusal(model_id: str, plan: LoadPlan, verdict: DoesNotFit, *, replicas: in
             "suggestions": [suggestion.as_dict() for suggestion in verdict.suggestions],
         },
     )
+
+
+def _free_bytes(reading: Reading, gpu_ids: Sequence[int], others: Sequence[Model], evictee: Model | None) -> int:
+    """Return what one load may have: on each of its GPUs the same share, so as much as the fullest of them allows."""
+    free_of_gpus = reading.free_of_gpus
+    sizes = [free_mb for index in gpu_ids if (free_mb := free_of_gpus.get(index)) is not None]
+    if reading.kind != "gpu" or not gpu_ids or len(sizes) < len(gpu_ids):
+        # Which GPUs the engine takes is not known, or not what they have: the sum counts.
+        freed = _freed_by(evictee) if evictee is not None else 0
+        return (reading.free_mb or 0) * MIB - sum(other.reserved_bytes for other in others) + freed
+    return len(gpu_ids) * min(
+        free_mb * MIB
+        - sum(_share_of(other, index, other.reserved_bytes) for other in others)
+        + (_share_of(evictee, index, _freed_by(evictee)) if evictee is not None else 0)
+        for index, free_mb in zip(gpu_ids, sizes, strict=True)
+    )
+
+
+def _share_of(model: Model, index: int, size: int) -> int:
+    """Return what of a model's memory is on one GPU; of a model whose GPUs are not known it may be all."""
+    gpu_ids = model.plan.gpu_ids if model.plan is not None else ()
+    if not gpu_ids:
+        return size
+    return -(-size // len(gpu_ids)) if index in gpu_ids else 0
 
 
 def _freed_by(evictee: Model) -> int:

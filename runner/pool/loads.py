@@ -17,6 +17,7 @@ from runner.definitions.plan import (
     LoadPlan,
     Progress,
     Report,
+    asked_gpus,
     check_overrides,
     choose_gpus,
     find_conflicts,
@@ -403,8 +404,12 @@ class Loader:
         return found
 
     async def _plan(self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None) -> LoadPlan:
-        found = (await self._capacity.read()).engine_ids if definition.device != "cpu" else ()
-        gpu_ids = choose_gpus(definition, given=self._gpu_ids, found=found)
+        asked = asked_gpus(wanted)
+        reading = await self._capacity.read() if definition.device != "cpu" else None
+        gpu_ids = choose_gpus(
+            definition, given=self._gpu_ids, found=reading.engine_ids if reading is not None else (), asked=asked,
+            free_mb=reading.free_of_gpus if reading is not None else None,
+        )  # fmt: skip
         return make_plan(
             definition, overrides=wanted, path=path, threads=self._threads, gpu_ids=gpu_ids, defaults=self._defaults
         )

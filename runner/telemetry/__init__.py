@@ -34,6 +34,16 @@ class Reading:
         """The GPUs that one engine can have together: NVIDIA's, or those of others where there are none of these."""
         return tuple(gpu.index for gpu in self.gpus[: self.nvidia_count or None])
 
+    @property
+    def free_of_gpus(self) -> dict[int, int | None]:
+        """What is free on each GPU; None where its driver does not tell."""
+        return {
+            gpu.index: gpu.memory_total_mb - gpu.memory_used_mb
+            if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None
+            else None
+            for gpu in self.gpus
+        }
+
 
 class Telemetry:
     """Reads the node. Calls block for milliseconds, so make them from a thread; they wait for each other."""

@@ -74,6 +74,18 @@ def test_the_limits_of_a_node_are_those_of_its_gpus_until_they_name_their_own() 
     assert Gpu.objects.get(index=0).max_context_tokens is None
 
 
+def test_a_gpu_shows_the_models_that_its_node_says_are_on_it() -> None:
+    replicas = [{"model": "a", "state": "loaded", "gpus": [0, 1]}, {"model": "b", "state": "loaded", "gpus": [1]}]
+    make_gpus(*({**GPU, "index": index} for index in range(3)), replicas=replicas)
+    Node.objects.update(model_names=["a", "b"])
+    assert [entry["models"] for entry in sorted(ask("/api/v1/gpus")[1]["gpus"], key=lambda entry: entry["index"])] == [
+        ["a"], ["a", "b"], [],
+    ]  # fmt: skip
+    hear(replicas=[{"model": "a", "state": "loaded"}])
+    follow_gpus()
+    assert all(entry["models"] == ["a", "b"] for entry in ask("/api/v1/gpus")[1]["gpus"]), "it does not say"
+
+
 def test_nothing_is_written_while_nothing_was_heard() -> None:
     make_gpus()
     hear(after_s=1.0)

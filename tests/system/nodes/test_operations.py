@@ -162,6 +162,26 @@ def test_the_preview_says_what_goes_and_whether_it_fits(rig: Identity, box: Node
         assert words in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
 
 
+def test_a_load_names_every_gpu_that_it_takes_and_fits_by_the_fullest_of_them(rig: Identity, box: Node) -> None:
+    gpus = [{"index": n, "name": "L4", "memory_total_mb": 24_000, "memory_used_mb": 1_000 * (n + 1)} for n in range(3)]
+    loaded = [{"model": "old", "state": "loaded", "memory_mb": 500, "gpus": [1]}]
+    memory = {"total_mb": 72_000, "used_mb": 6_000}
+    NodePresence.objects.update(gpus=gpus, replicas=loaded, memory=memory)
+    load: dict[str, object] = {"modelId": "m", "gpus": [0, 1]}
+    assert MODEL_LOAD.clean(["rig"], load).params == load
+    lines = {line.label: (line.value, line.now) for line in MODEL_LOAD.describe([rig.runner_id], load).lines}
+    assert lines["GPUs"] == ("0, 1", "rig: 0 is L4, 1 is L4")
+    assert "44000 of 72000 MiB are free" in texts(MODEL_LOAD, rig.runner_id, params=load), "twice what the second one has"
+    assert "caution: GPU 1 of rig has old on it." in texts(MODEL_LOAD, rig.runner_id, params=load)
+    assert "danger: rig has no GPU 7" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "m", "gpus": [7]})
+    unnamed = {line.label: line.value for line in MODEL_LOAD.describe([rig.runner_id], {"modelId": "m"}).lines}
+    assert unnamed["GPUs"] == "as the node is set up"
+    for wrong in ("0", [], [0, 0], [True], [-1], [0.5], [99]):
+        with pytest.raises(InvalidProposal) as caught:
+            MODEL_LOAD.clean(["rig"], {"modelId": "m", "gpus": wrong})
+        assert caught.value.param == "gpus"
+
+
 def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: Node, settings: Settings) -> None:
     for number, tenant in enumerate(["a", "b", "b"]):
         RequestRecord.objects.create(

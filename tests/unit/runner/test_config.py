@@ -380,6 +380,8 @@ def test_fields_of_the_model_runner_request_have_limits_too() -> None:
         ("exllamav3", {"maxContextLength": 1, "exllama_cache_size": 256}, "give one of them"),
         ("gguf", {"gpuMemoryBudgetMB": 0}, "of at least 1"), ("gguf", {"gpuMemoryBudgetMB": 1.5}, "1.5 is not allowed"),
         ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "takes no memory of this node"),
+        ("whisper", {"gpus": [0]}, "are not chosen by a load"), ("vllm", {"gpus": []}, "each once"),
+        ("vllm", {"gpus": [0, 0]}, "each once"), ("vllm", {"gpus": [64]}, "each once"), ("vllm", {"gpus": [True]}, "each once"),
     ]  # fmt: skip
     for backend, overrides, words in cases:
         with pytest.raises(InvalidLoadRequest) as caught:
@@ -486,6 +488,18 @@ def test_a_device_is_made_into_gpus_of_the_node_or_refused() -> None:
         with pytest.raises(InvalidLoadRequest, match=chosen) as caught:
             choose_gpus(model("vllm", device=device), given=given_, found=found)
         assert caught.value.param == "device"
+    two = model("vllm", gpu_count=2)
+    free = {0: 100, 1: 900, 2: None, 3: 500}
+    assert choose_gpus(two, given=(), found=(0, 1, 2, 3), free_mb=free) == (1, 3), "those with the most free memory"
+    assert choose_gpus(two, given=(0, 2), found=(0, 1, 2, 3), free_mb=free) == (0, 2)
+    assert choose_gpus(two, given=(), found=(0, 1, 2), asked=(2, 0)) == (2, 0), "a load that names them has these"
+    for asked, there, words, param in (
+        ((1, 5), (0, 1), "on GPU 5, and this node has the GPUs 0, 1", "gpus"),
+        ((), (0,), "say 2 GPUs, and this node has the GPUs 0", "gpu_count"),
+    ):
+        with pytest.raises(InvalidLoadRequest, match=words) as caught:
+            choose_gpus(two, given=(), found=there, asked=asked)
+        assert caught.value.param == param
     for backend in ("gguf", "ct2", "whisper", "exllamav3"):  # these find a GPU by themselves, or run without one
         assert choose_gpus(model(backend), given=(), found=(0, 1)) == ()
 
@@ -714,6 +728,8 @@ MISPLACED: list[tuple[dict[str, object], str, str]] = [
     ({"backend": "tabbyapi", "server_url": "http://127.0.0.1:1", "device": "cuda"}, "device", "decided by the server"),
     ({"backend": "tgi", "tgi_launcher": "/bin/tgi", "device": "cuda:0"}, "device", "CUDA_VISIBLE_DEVICES"),
     ({"backend": "openai_compatible", "remote_base_url": "https://a.example/v1", "device": "cpu"}, "device", "decided by"),
+    ({"backend": "whisper", "gpu_count": 2}, "gpu_count", "does nothing for whisper"),
+    ({"backend": "vllm", "gpu_count": 2, "device": "cpu"}, "gpu_count", "cannot go together with device cpu"),
     ({"backend": "gguf", "prompt_format": "llama9_template"}, "prompt_format", "gemma4_template, translategemma_template"),
     ({"backend": "whisper", "prompt_format": "gemma4_template"}, "prompt_format", "does nothing for whisper"),
     ({"backend": "tgi", "tgi_launcher": "/bin/tgi", "enable_thinking": True}, "enable_thinking", "does nothing for tgi"),

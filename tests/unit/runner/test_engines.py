@@ -335,7 +335,9 @@ def test_the_environment_carries_no_secret_of_ours_and_opens_no_network(model: P
     assert "VLLM_API_KEY" not in environment
     assert (environment["HF_HUB_OFFLINE"], environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1", "1")
     assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "")
-    assert build_environment(plan_for(model, gpu_ids=(1, 3)))["CUDA_VISIBLE_DEVICES"] == "1,3"
+    of_gpus = build_environment(plan_for(model, gpu_ids=(1, 3)))
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    assert [of_gpus[name] for name in names] == ["1,3", "1,3", "PCI_BUS_ID"], "numbered as the node reports them"
 
 
 CALL = Call("POST", COMPLETIONS, {}, b"{}", tenant="alpha")

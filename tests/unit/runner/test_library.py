@@ -16,11 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.definitions.plan import Observation
-from runner.errors import CorruptModel, InvalidRequest
+from runner.definitions.fields import ModelDefinition
+from runner.definitions.plan import LoadPlan, Observation
+from runner.definitions.settings import Fairness
+from runner.errors import CorruptModel, InsufficientMemory, InvalidRequest
 from runner.fit import memory, read_shape
 from runner.library.files import FoundModel, check_model_id, name_without_quantization, other_quantizations
 from runner.library.library import Library
+from runner.pool.capacity import Capacity, Prediction
+from runner.pool.models import Model
+from runner.queue import FairQueue, WaitBudget
+from runner.telemetry import Reading, Telemetry
 from tests.fakes.examples import examples
 from tests.fakes.model_files import (
     GGUF_F16,
@@ -33,6 +39,7 @@ from tests.fakes.model_files import (
     write_folder,
     write_gguf,
 )
+from wire.bridge import GpuInfo
 
 CONFIG = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
 COMMIT = "a" * 40
@@ -601,10 +608,46 @@ def test_the_overhead_is_the_median_of_the_newest_twenty_loads_or_a_guess() -> N
     assert learn([seen(5, 1.0, backend="vllm"), seen(0, 1.0, measured=0)], "gguf") == 48 * MIB
     assert learn([], "vllm") > learn([], "whisper") > learn([], "ct2") > learn([], "openai_compatible") == 0
     assert (learn([], "gguf", has_gpu=True), learn([], "vllm", has_gpu=True)) == (768 * MIB, learn([], "vllm"))
+    assert learn([], "vllm", has_gpu=True, gpus=4) == 4 * learn([], "vllm")
     old, new = ([seen(9_000_000, float(at)) for at in range(30)], [seen(500 + at, 100.0 + at) for at in range(20)])
     assert learn([*new, *old], "gguf") == 509
     assert learn([seen(100, 1.0), seen(110, 2.0), seen(9_999_999, 3.0)], "gguf") == 110
     assert learn([seen(-500, 1.0)], "gguf") == 0
+
+
+def on_gpus(*gpu_ids: int, holds: int = 0) -> Model:
+    """A model on these GPUs, whose load was promised ``holds`` MiB."""
+    queue = FairQueue(slots=1, limits=Fairness(), budget=WaitBudget(1), weight_of=lambda _: 1.0)
+    model = Model(ModelDefinition(model_id=f"m{gpu_ids}", backend="vllm"), queue, lambda: None)
+    model.plan, model.reserved_bytes = LoadPlan(model.model_id, "vllm", gpu_ids=gpu_ids), holds * MIB
+    return model
+
+
+def test_a_load_on_several_gpus_has_of_each_as_much_as_the_fullest_of_them() -> None:
+    gpus = [
+        GpuInfo(index=index, name="L4", memory_total_mb=24_000, memory_used_mb=used) for index, used in enumerate((0, 4000, 0))
+    ]
+    reading = Reading(gpus=gpus, kind="gpu", total_mb=72_000, used_mb=4000, free_mb=68_000, nvidia_count=3)
+    capacity = Capacity(Telemetry(nvml=None, cards=()), None, budget_bytes=None)
+
+    def fits(gpu_ids: tuple[int, ...], needs_mb: int, *others: Model) -> bool:
+        shape = make_shape(weights_bytes=needs_mb * MIB)
+        prediction = Prediction(shape, memory.Estimate(needs_mb * MIB, 0, 0), None)
+        needed = (on_gpus(*gpu_ids), LoadPlan("m", "vllm", gpu_ids=gpu_ids), prediction)
+        try:
+            capacity.decide(*needed, replicas=1, reading=reading, models=others, evictee=None)
+        except InsufficientMemory:
+            return False
+        return True
+
+    for gpu_ids, most_mb in (((0,), 24_000), ((1,), 20_000), ((0, 2), 48_000), ((0, 1), 40_000), ((), 68_000)):
+        assert (fits(gpu_ids, most_mb), fits(gpu_ids, most_mb + 1)) == (True, False)
+    # What is promised to a load under way counts on its own GPUs, and everywhere when these are not known.
+    assert (fits((0, 2), 28_000, on_gpus(2, 1, holds=20_000)), fits((0, 2), 28_001, on_gpus(2, 1, holds=20_000))) == (
+        True,
+        False,
+    )
+    assert (fits((0,), 24_000, on_gpus(1, holds=9000)), fits((0,), 20_001, on_gpus(holds=4000))) == (True, False)
 
 
 def ask(
