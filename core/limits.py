@@ -484,7 +484,7 @@ class GatewayLimits:
     ticket_s: float = bound(
         5.0, "s", "A request with a ticket has to have begun on the node.", setting="MUSTER_TICKET_S", minimum=1
     )
-    ticket_unused_s: float = bound(120.0, "s", "A ticket of which no node says that it was used ends as interrupted.")
+    ticket_unused_s: float = bound(120.0, "s", "A ticket of which no node says that it was used ends as cancelled.")
     ticket_report_s: float = bound(
         600.0,
         "s",

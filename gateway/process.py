@@ -45,7 +45,7 @@ from gateway.request.records import RecordWriter
 from gateway.request.tickets import TicketOffice
 from gateway.services.models import remember_models
 from gateway.services.requests import close_orphaned_requests
-from gateway.services.tickets import store_usage
+from gateway.services.tickets import find_ended, store_usage
 from gateway.services.usage import Spent
 from gateway.token_counts import TokenCounter
 from gateway.values import ModelEntry
@@ -175,6 +175,7 @@ class GatewayRuntime:
             self.node_channel.tickets.keyring,
             f"{str(settings.GATEWAY_PUBLIC_URL).rstrip('/')}/v1",
         )
+        self.pipeline.say_failover = self.tickets.say_failover_of_stream
         self._tasks: list[asyncio.Task[None]] = []
         self._targets: dict[str, HttpTarget] = {}
         self._peers: dict[uuid.UUID, HttpTarget] = {}
@@ -203,7 +204,7 @@ class GatewayRuntime:
             # On a clock and a thread of its own: nothing that holds anything else up must make us look dead.
             self._repeat(self.limits.heartbeat_s, "gateway.heartbeat_failed", partial(run_pulse, self._beat)),
             self._run_reports(),
-            self._repeat(self.limits.reconcile_s, "gateway.reconcile_failed", partial(run_upkeep, close_orphaned_requests)),
+            self._repeat(self.limits.reconcile_s, "gateway.reconcile_failed", self._reconcile),
             self._run_ticks(),
             self._run_hints(),
             self._run_canaries(),
@@ -343,6 +344,11 @@ class GatewayRuntime:
             self.limiter.forget_idle()
             self.pipeline.recorder.forget_idle()
             metrics.WORKERS.set(len(self.registry))
+
+    async def _reconcile(self) -> None:
+        await run_upkeep(close_orphaned_requests)
+        if held := list(self.tickets.held):  # another gateway may have heard of them, and nobody of some
+            self.tickets.settle(await run_upkeep(find_ended, held))
 
     async def _run_canaries(self) -> None:
         while True:

@@ -305,9 +305,10 @@ class Runner:
             link.post(ModeChange(mode=mode, reason="owner"))
         self._note_mode("owner", is_reclaimed=mode == "spare_off")
 
-    def hear_mode(self, *, is_reclaimed: bool) -> None:
-        """Take down what the control plane holds of the owner's word, for the next start."""
+    def hear_mode(self, *, is_reclaimed: bool, drain_s: int | None) -> None:
+        """Take down what the control plane holds of the owner's word, for the next start, and when a drain cuts what runs."""
         self.parts.tickets.reclaim(is_reclaimed=is_reclaimed)
+        self.parts.tickets.drain(drain_s)
         self._note_mode("control", is_reclaimed=is_reclaimed)
 
     def _note_mode(self, said_by: str, *, is_reclaimed: bool) -> None:

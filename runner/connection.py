@@ -64,8 +64,8 @@ class Host(Protocol):
     def greet(self, link: GatewayLink, ack: RegisterAck) -> None:
         """Take note of an accepted registration."""
 
-    def hear_mode(self, *, is_reclaimed: bool) -> None:
-        """Take note of what the control plane says: whether the owner has taken this node back."""
+    def hear_mode(self, *, is_reclaimed: bool, drain_s: int | None) -> None:
+        """Take note of what the control plane says: whether the owner has taken this node back, and when a drain ends."""
 
     def hear_time(self, server_ms: int) -> None:
         """Take note of the server's clock, in Unix milliseconds."""
@@ -388,7 +388,7 @@ class _Session:
                 self._leave_asked.set()
             case NodeNotice():
                 log.info("node status=%s mode=%s cordoned=%s", notice.status, notice.mode, notice.cordoned)
-                host.hear_mode(is_reclaimed=notice.mode == "spare_off")
+                host.hear_mode(is_reclaimed=notice.mode == "spare_off", drain_s=notice.drain_s)
             case RegisterAck():
                 self.accepted_at = clock.monotonic()
                 if notice.heartbeat_interval_s:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 TICKET_PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES})
 """What a ticket opens: nothing else of a node's port is for clients of the fleet."""
 RUNNING = RequestState.RUNNING.value
+_RECLAIMED = "The owner has taken this node back."
+_DRAINED = "The node was drained, and the time for what still ran is over."
 _LIMIT_FIELDS = {CHAT: "max_tokens", COMPLETIONS: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
 """The field that bounds an answer, by path; no other path answers with tokens."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens")
@@ -62,9 +64,10 @@ class Tickets:
         """Set = something waits to be told to a gateway."""
         self.is_reclaimed = False
         """Whether the owner has taken the node back: no ticket opens it then."""
-        self.running: set[asyncio.Task[None]] = set()
-        """What serves requests that came with tickets."""
-        self._cut: asyncio.TimerHandle | None = None
+        self.running: dict[asyncio.Task[None], str] = {}
+        """What serves requests that came with tickets, and why it was cut; empty = it was not."""
+        self._cuts: dict[str, asyncio.TimerHandle] = {}
+        """What will cut them, by its reason."""
 
     @property
     def url(self) -> str:
@@ -95,13 +98,21 @@ class Tickets:
         if is_reclaimed == self.is_reclaimed:
             return
         self.is_reclaimed = is_reclaimed
-        if self._cut is not None:
-            self._cut.cancel()
-        loop = asyncio.get_running_loop()
-        self._cut = loop.call_later(limits().tickets.reclaim_s, self._cut_running) if is_reclaimed else None
+        self._cut_in(limits().tickets.reclaim_s if is_reclaimed else None, _RECLAIMED)
 
-    def _cut_running(self) -> None:
+    def drain(self, within_s: float | None) -> None:
+        """Take that the control plane drains the node: what runs in ``within_s`` seconds is cut then; None = it may end."""
+        self._cut_in(within_s, _DRAINED)
+
+    def _cut_in(self, seconds: float | None, why: str) -> None:
+        if (before := self._cuts.pop(why, None)) is not None:
+            before.cancel()
+        if seconds is not None:
+            self._cuts[why] = asyncio.get_running_loop().call_later(seconds, self._cut_running, why)
+
+    def _cut_running(self, why: str) -> None:
         for task in self.running:
+            self.running[task] = why
             task.cancel()
 
     # what a client shows
@@ -112,7 +123,7 @@ class Tickets:
         Raises TicketRefused, Unavailable.
         """
         if self.is_reclaimed:
-            raise Unavailable("The owner has taken this node back.")
+            raise Unavailable(_RECLAIMED)
         try:
             ticket = verify_ticket(text, self._keys, audience=self._audience, now=self._now())
         except TicketError as error:

@@ -255,11 +255,15 @@ class ModelsRefresh(Message, tag="models_refresh"):
 
 
 class NodeNotice(Message, tag="node_notice"):
-    """muster v1: what the control plane holds about this node, so that its owner can see it locally."""
+    """muster v1: what the control plane holds about this node, so that its owner can see it locally.
+
+    ``drain_s``: in so many seconds what still runs is cut, because the node is drained; None = it may end.
+    """
 
     status: str
     mode: str
     cordoned: bool = False
+    drain_s: int | None = None
 
 
 class OpCommand(Message, tag="op_command"):

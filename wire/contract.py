@@ -62,6 +62,7 @@ class ErrorCode(StrEnum):
     INVALID_ADMIN_TOKEN = "INVALID_ADMIN_TOKEN"
     INTERNAL_ERROR = "INTERNAL_ERROR"
     CLIENT_CLOSED_REQUEST = "CLIENT_CLOSED_REQUEST"
+    TICKET_UNUSED = "TICKET_UNUSED"
     # Two names that clients of OpenAI compare with.
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     RESPONSE_NOT_FOUND = "previous_response_not_found"

@@ -525,8 +525,8 @@ class Exchange(Sink):
         error, reason = judge_end(end)
         if reason is not None and not self._passing:
             self._end(Retry(reason, error))
-        elif self._continuation is None or end.kind not in _LOSSES or not self._hand_on(error):
-            self._break(error)
+        elif not ((is_loss := end.kind in _LOSSES) and self._hand_on(error)):
+            self._break(error, is_loss=is_loss)
 
     # inside
 
@@ -751,10 +751,12 @@ class Exchange(Sink):
         self._end(Retry(RetryReason.BROKEN, error))
         return True
 
-    def _break(self, error: GatewayError) -> None:
+    def _break(self, error: GatewayError, *, is_loss: bool = False) -> None:
         # Behind its closing event an answer is whole.
         if self._closed is not None or (self._ends is not None and self._ends.is_closed):
             self._complete(LinkEnd(kind=EndKind.COMPLETE))
+        elif is_loss and self._job.request.options is not None and self._surface is not None and self._is_event_stream:
+            self._end(Retry(RetryReason.BROKEN, error))  # its client is told of another node first
         elif self._client.started:
             self._tell(error)
         else:

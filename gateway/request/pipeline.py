@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
@@ -149,6 +149,8 @@ class Pipeline:
     limits: GatewayLimits
     budgets: Budgets | None = None
     """None: no caller has any."""
+    say_failover: Callable[[Call, Job, Link], Awaitable[bytes]] | None = None
+    """Returns the event that tells the client of a stream which nobody goes on with where else to ask."""
     is_stopping: bool = False
     recorder: Recorder = field(init=False)
 
@@ -246,7 +248,10 @@ class Pipeline:
                 return outcome
 
     async def _go_on(self, call: Call, job: Job, record: Record, trial: Trial, broken: Retry) -> Outcome:
-        """Have other nodes go on with a stream until one has ended it; where none can, tell the client what broke it."""
+        """Have other nodes go on with a stream until one has ended it; where none can, tell the client what broke it.
+
+        A client that sent ``x_pool_options`` is told before that where it may ask anew.
+        """
         begun, outcome = call.exchange, broken
         assert begun is not None
         while True:
@@ -255,6 +260,9 @@ class Pipeline:
             lease = await self._find_successor(call, job, record, begun)
             following = self._open_exchange(call, job, lease) if lease is not None else None
             if lease is None or following is None:
+                if self.say_failover is not None and job.request.options is not None:
+                    event = await self.say_failover(call, job, trial.link)
+                    call.client.write(event if call.client.tail.endswith(b"\n\n") else b"\n\n" + event)
                 return begun.give_up(broken.error)
             metrics.REDISPATCHES.labels(outcome.reason).inc()
             record.lost_attempts += f"{trial.link.node_id.hex} {job.request.model}\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
@@ -18,13 +18,13 @@ import msgspec
 from core.limits import limits
 from gateway import metrics
 from gateway.dialects.body import check_model_name, read_fault, read_options
-from gateway.errors import BadRequest, GatewayError, RateLimited, RecordsUnavailable, ShuttingDown, TicketUnknown
+from gateway.errors import BadRequest, ClientLeft, GatewayError, RateLimited, RecordsUnavailable, ShuttingDown, TicketUnknown
 from gateway.request.budgets import Reservation
 from gateway.request.candidates import Candidate, choose_path
 from gateway.request.client import ClientConnection
 from gateway.request.dispatch import Job, Lease, Ready
 from gateway.request.models import choose_priority
-from gateway.request.pipeline import Pipeline
+from gateway.request.pipeline import Call, Pipeline
 from gateway.request.records import Ending, Record, name_model
 from gateway.services.tickets import EndedRequest
 from gateway.values import (
@@ -92,7 +92,7 @@ class RelayAdvice(msgspec.Struct, kw_only=True):
 class _Asked:
     """What one caller asks for, where there is room for it, and what is reserved of budgets."""
 
-    wish: TicketWish | None = None
+    request: InferenceRequest
     found: tuple[Candidate, Ready] | None = None
     reservation: Reservation | None = None
 
@@ -107,7 +107,7 @@ class HeldSlot:
 
     lease: Lease
     caller: Caller
-    wish: TicketWish
+    request: InferenceRequest
     timer: asyncio.TimerHandle
 
 
@@ -145,35 +145,64 @@ class TicketOffice:
             raise TicketUnknown
         return slot
 
-    def find_loss(self, slot: HeldSlot) -> str:
-        """Return why the request of a ticket may not end well on its node; empty = nothing speaks against it."""
-        link, now = slot.lease.link, clock.monotonic()
+    def find_loss(self, link: Link) -> str:
+        """Return why what runs on a node may not end well there; empty = nothing speaks against it."""
+        if link.silence_s >= link.stale_after_s:
+            return "gpu_timeout"
         if link.closed or self.registry.get(link.node_id) is not link:
             return "gpu_lost"
         deadline = link.policy.drain_deadline_at
-        if deadline is not None and now >= deadline:
+        if deadline is not None and clock.monotonic() >= deadline:
             return "gpu_reclaimed" if link.policy.reclaimed else "gpu_draining"
-        return "gpu_timeout" if link.silence_s >= link.stale_after_s else ""
+        return ""
 
-    async def replace(self, client: ClientConnection, slot: HeldSlot) -> GivenTicket | RelayAdvice:
-        """Return a ticket for another node in place of one whose node was lost, or the advice to ask the gateway.
+    async def say_failover(self, client: ClientConnection, slot: HeldSlot, reason: str) -> bytes:
+        """Return the event that tells the holder of a ticket whose node was lost where to ask anew. Raises ClientLeft."""
+        return await self._say_failover(client, slot.caller, slot.request, reason, avoid=[slot.lease.link])
 
-        It is a request of its own, with a record and a reservation. Raises GatewayError.
-        """
+    async def say_failover_of_stream(self, call: Call, job: Job, link: Link) -> bytes:
+        """Return the same event for the client of a relayed stream that its node broke. Raises ClientLeft."""
+        asked, path = job.request, call.surface.path
+        request = InferenceRequest(
+            endpoint=TICKETS_PATH,
+            paths=(path,) if path in PATHS.values() else (),
+            model=job.asked_model,
+            max_tokens=asked.max_tokens,
+            prompt_chars=asked.prompt_chars,
+            options=asked.options,
+        )
+        reason = self.find_loss(link) or "gpu_lost"  # else its engine was
+        return await self._say_failover(call.client, call.caller, request, reason, avoid=job.avoid)
+
+    async def _say_failover(
+        self, client: ClientConnection, caller: Caller, request: InferenceRequest, reason: str, *, avoid: Iterable[Link]
+    ) -> bytes:
+        # The event of the central-server document, section 3.3. Its ticket is for a request of its own, with a record and a
+        # reservation; none: ask the gateway.
+        answer: GivenTicket | RelayAdvice = RelayAdvice(base_url=self.relay_url)
         record_id = new_uuid7()
-        asked = await self._reserve(client, slot.caller, slot.wish, record_id, avoid=slot.lease.link)
-        return await self._give(client, slot.caller, record_id, asked)
+        try:
+            if request.paths and not self.pipeline.is_stopping:
+                asked = await self._reserve(client, caller, request, record_id, avoid=avoid)
+                answer = await self._give(client, caller, record_id, asked)
+        except ClientLeft:
+            raise
+        except GatewayError:  # the gateway says why when it is asked
+            pass
+        given = msgspec.to_builtins(answer)
+        said = {"type": "x_pool_failover", "reason": reason, "new_ticket": given.pop("ticket", None), **given}
+        return b"event: x_pool_failover\ndata: %b\n\n" % _encode(said)
 
     async def _give(
         self, client: ClientConnection, caller: Caller, record_id: uuid.UUID, asked: _Asked
     ) -> GivenTicket | RelayAdvice:
         pipeline, key, found = self.pipeline, self.keyring.find_signing(), asked.found
-        if found is None or key is None or asked.wish is None:
+        if found is None or key is None:
             asked.let_go()
             return RelayAdvice(base_url=self.relay_url)
         candidate, ready = found
-        record = pipeline.recorder.make_record(record_id, caller, candidate.request, asked_model=asked.wish.model)
-        name_model(record, candidate.entry.name, asked_model=asked.wish.model)
+        record = pipeline.recorder.make_record(record_id, caller, candidate.request, asked_model=asked.request.model)
+        name_model(record, candidate.entry.name, asked_model=asked.request.model)
         if record.max_tokens is None:
             record.max_tokens = candidate.entry.max_tokens
         if asked.reservation is not None:
@@ -191,7 +220,7 @@ class TicketOffice:
             raise
         if asked.reservation is not None:
             self.held[record_id] = asked.reservation
-        return self._sign(key, caller, record, lease, asked.wish)
+        return self._sign(key, caller, record, lease, asked.request)
 
     async def _judge(self, client: ClientConnection, caller: Caller, record_id: uuid.UUID, extra: list[Header]) -> _Asked:
         """Return what is asked for and where there is room. Raises GatewayError, and writes down what is refused."""
@@ -200,9 +229,9 @@ class TicketOffice:
         body = await client.read_body()
         try:
             extra += pipeline.limiter.take(caller.key_id, caller.requests_per_minute).headers()
-            wish = read_wish(body)
-            request, model = _make_request(wish), wish.model
-            return await self._reserve(client, caller, wish, record_id)
+            request = _make_request(read_wish(body))
+            model = request.model
+            return await self._reserve(client, caller, request, record_id)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 extra += pipeline.limiter.peek(caller.key_id, caller.requests_per_minute).headers()
@@ -211,19 +240,19 @@ class TicketOffice:
             raise
 
     async def _reserve(
-        self, client: ClientConnection, caller: Caller, wish: TicketWish, record_id: uuid.UUID, *, avoid: Link | None = None
-    ) -> _Asked:
+        self, client: ClientConnection, caller: Caller, request: InferenceRequest, record_id: uuid.UUID,
+        *, avoid: Iterable[Link] = (),
+    ) -> _Asked:  # fmt: skip
         """Return where there is room for a request, with what it may use reserved. Raises GatewayError."""
-        budgets, request, asked = self.pipeline.budgets, _make_request(wish), _Asked(wish)
+        budgets, asked = self.pipeline.budgets, _Asked(request)
         job = self._make_job(caller, request, record_id, client)
-        if avoid is not None:
-            job.avoid.add(avoid)
-        asked.found = self._find_room(job, wish)
+        job.avoid.update(avoid)
+        asked.found = self._find_room(job)
         if asked.found is not None and caller.budgets and budgets is not None:
             entries = [one.entry for one in job.candidates]
             asked.reservation = await self.pipeline.reserve(budgets, caller, request, entries)
             try:
-                asked.found = self._find_room(job, wish)  # what was found before is old then
+                asked.found = self._find_room(job)  # what was found before is old then
             except GatewayError:
                 asked.let_go()
                 raise
@@ -242,12 +271,12 @@ class TicketOffice:
             weight=caller.weight,
         )
 
-    def _find_room(self, job: Job, wish: TicketWish) -> tuple[Candidate, Ready] | None:
+    def _find_room(self, job: Job) -> tuple[Candidate, Ready] | None:
         """Return a model and a node of it that its caller can reach and that has a free slot. Raises what refuses everybody."""
-        paths = [PATHS[dialect] for dialect in wish.dialects]
         for candidate in job.candidates:
-            links = self.registry.links_answering(candidate.entry.name, candidate.request.paths)
-            job.avoid.update([link for link in links if not _is_reachable(link, candidate.entry.name, paths)])
+            model, paths = candidate.entry.name, candidate.request.paths
+            links = self.registry.links_answering(model, paths)
+            job.avoid.update([link for link in links if not _is_reachable(link, model, paths)])
         plan = self.pipeline.dispatcher.plan(job)
         if plan.refusal is not None:
             raise plan.refusal
@@ -269,7 +298,7 @@ class TicketOffice:
                 self.pipeline.recorder.seal(record, Ending(error.state, error))
             raise
 
-    def _sign(self, key: TicketKey, caller: Caller, record: Record, lease: Lease, wish: TicketWish) -> GivenTicket:
+    def _sign(self, key: TicketKey, caller: Caller, record: Record, lease: Lease, request: InferenceRequest) -> GivenTicket:
         now, link = clock.unix_s(), lease.link
         expires_at = now + limits().gateway.ticket_s
         ticket = Ticket(
@@ -285,7 +314,7 @@ class TicketOffice:
             caps=Caps(max_tokens=record.max_tokens or 0),
         )
         timer = self._free_after(ticket.ticket_id, limits().gateway.ticket_s)
-        self.slots[ticket.ticket_id] = HeldSlot(lease, caller, wish, timer)
+        self.slots[ticket.ticket_id] = HeldSlot(lease, caller, request, timer)
         return GivenTicket(
             ticket=issue_ticket(key, ticket),
             ticket_id=ticket.ticket_id,
@@ -363,13 +392,14 @@ def read_wish(body: bytes) -> TicketWish:
 
 
 _wishes = msgspec.json.Decoder(TicketWish, dec_hook=read_whole_number)
+_encode = msgspec.json.Encoder().encode
 
 
 def _make_request(wish: TicketWish) -> InferenceRequest:
     raw = bytes(wish.x_pool_options)
     return InferenceRequest(
         endpoint=TICKETS_PATH,
-        paths=(PATHS[wish.dialects[0]],),
+        paths=tuple(dict.fromkeys(PATHS[dialect] for dialect in wish.dialects)),
         model=wish.model,
         max_tokens=wish.max_tokens or None,
         prompt_chars=wish.prompt_tokens_est * limits().gateway.token_chars,

@@ -226,6 +226,9 @@ _ENDINGS = {
     ),
     ErrorCode.INTERNAL_ERROR: Ending("A defect of Muster.", "Look for the request's id in the log of the gateway."),
     ErrorCode.CLIENT_CLOSED_REQUEST: Ending("The client left, or stopped reading, before the answer was complete."),
+    ErrorCode.TICKET_UNUSED: Ending(
+        "No request came to the node with this ticket, as far as the node told.", "It is charged what it had reserved."
+    ),
 }
 
 

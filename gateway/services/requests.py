@@ -296,8 +296,11 @@ _LOOK = f"SELECT bool_or(r.endpoint <> %(tickets)s AND g.id IS NOT NULL AND g.st
 _CLOSE = f"""
 WITH closed AS (
 UPDATE gateway_requestrecord AS record
-   SET state = %(interrupted)s,
-       error_code = %(error_code)s,
+   SET (state, error_code) = (
+           SELECT CASE WHEN is_unused THEN %(cancelled)s ELSE %(interrupted)s END,
+                  CASE WHEN is_unused THEN %(unused_code)s ELSE %(error_code)s END
+             FROM (SELECT record.endpoint = %(tickets)s AND record.state = %(assigned)s) AS ticket (is_unused)
+       ),
        finished_at = clock_timestamp(),
        latency_ms = LEAST(
            2147483647, GREATEST(0, extract(epoch FROM clock_timestamp() - record.created_at) * 1000)
@@ -317,13 +320,16 @@ RETURNING record.*
 def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: float = 2.0) -> int:
     """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
 
-    So are those with a ticket of which no node said in time how they ended; they need no gateway while they run.
+    So are those with a ticket of which no node said in time how they ended; they need no gateway while they run. A ticket that
+    nobody used, as far as its node told, ends as cancelled: that is nobody's failure, and what it reserved is charged.
     Returns how many were closed. Final states are never touched; rows that a gateway is writing at the moment are left
     for the next call. Safe to run several times at once.
     """
     parameters: dict[str, str | float | list[str]] = {
         "interrupted": RequestState.INTERRUPTED.value,
         "error_code": ErrorCode.REQUEST_INTERRUPTED.value,
+        "cancelled": RequestState.CANCELLED.value,
+        "unused_code": ErrorCode.TICKET_UNUSED.value,
         "open": sorted(state.value for state in OPEN_REQUEST_STATES),
         "dead_after_s": limits().gateway.dead_s if dead_after_s is None else dead_after_s,
         "batch": limits().gateway.orphans_batch,

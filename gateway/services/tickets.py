@@ -57,12 +57,9 @@ def _store(node_id: uuid.UUID, report: TicketUsage) -> EndedRequest | None:
     record_id = parse_id("req", report.record_id)
     if record_id is None or report.status not in _STATES or report.ticket_id != f"tkt_{record_id.hex}":
         return None
-    # The moment in its id names the partition of a record.
-    around = timedelta(seconds=limits().gateway.ticket_made_s)
-    made_at = datetime.fromtimestamp((record_id.int >> 80) / 1000, UTC)
     records = RequestRecord.objects.filter(
         pk=record_id,
-        created_at__range=(made_at - around, made_at + around),
+        created_at__range=_find_partition(record_id),
         endpoint=TICKETS_PATH,
         node_id=node_id,
         state__in=_OPEN,
@@ -82,9 +79,17 @@ def _store(node_id: uuid.UUID, report: TicketUsage) -> EndedRequest | None:
 
 
 def find_ended(record_ids: Sequence[uuid.UUID]) -> list[EndedRequest]:
-    """Return those of some records that have ended."""
-    ended = RequestRecord.objects.filter(pk__in=record_ids).exclude(state__in=_OPEN)
+    """Return those of some records that have ended. One at least is named."""
+    first = _find_partition(min(record_ids))[0]
+    ended = RequestRecord.objects.filter(pk__in=record_ids, created_at__gte=first).exclude(state__in=_OPEN)
     return [_read_ended(record) for record in ended]
+
+
+def _find_partition(record_id: uuid.UUID) -> tuple[datetime, datetime]:
+    """Return when a record was made at the earliest and at the latest, by the moment in its id."""
+    around = timedelta(seconds=limits().gateway.ticket_made_s)
+    made_at = datetime.fromtimestamp((record_id.int >> 80) / 1000, UTC)
+    return made_at - around, made_at + around
 
 
 def _read_ended(record: RequestRecord) -> EndedRequest:

@@ -213,6 +213,12 @@ ANSWERS: dict[str, Schema] = {
     "Ticket": members("ticket ticket_id base_url expires_at model node_id", ticket=NAME, ticket_id=NAME, base_url=NAME,
         expires_at={**TEXT, "format": "date-time"}, model=NAME, node_id=NAME),
     "RelayAdvice": members("relay base_url", relay={"const": True}, base_url=NAME),
+    "TicketEvent": {"oneOf": [
+        members("type reason new_ticket base_url", type={"const": "x_pool_failover"}, reason=choice("gpu_timeout", "gpu_lost",
+            "gpu_reclaimed", "gpu_draining"), new_ticket={**nullable(TEXT), "description": "null: ask the gateway, base_url."},
+            base_url=NAME, ticket_id=NAME, expires_at={**TEXT, "format": "date-time"}, model=NAME, node_id=NAME),
+        members("type", type={"const": "x_pool_end"}),
+    ]},
     "AnthropicError": members("type error request_id", type={"const": "error"}, error=members("type message", type=TEXT,
         message=NAME, code=_CODE, retryable=FLAG, param=nullable(TEXT)), request_id=NAME),
     "ChatAnswer": _completion("chat.completion", members("index message", index=COUNT, message=_MESSAGE,
@@ -350,6 +356,15 @@ PATHS: dict[str, Schema] = {
         "responses": {
             "201": {"description": "A ticket to a node.", "content": _content("Ticket", _JSON)},
             **_answers("RelayAdvice", _JSON, errors=tuple(_ERRORS), shape="OpenAIError"),
+        },
+    }},
+    "/v1/tickets/{ticket_id}/events": {"get": {
+        "operationId": "followTicket",
+        "parameters": [{"name": "ticket_id", "in": "path", "required": True, "schema": NAME}],
+        "responses": {
+            **_answers("TicketEvent", _JSON, errors=_WITH_MISSING, shape="OpenAIError"),
+            "200": {"description": "Says when the node of the ticket is lost, or that its request has ended.",
+                "content": {_STREAM: {"schema": ref("TicketEvent")}}},
         },
     }},
     "/v1/models": {"get": _read("listModels", "ModelList", *_ANTHROPIC_HEADERS[:1], _query("limit", {**COUNT, "minimum": 1,

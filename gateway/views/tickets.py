@@ -12,7 +12,7 @@ from gateway.process import GatewayRuntime
 from gateway.request.attempt import COMMENT
 from gateway.request.client import ClientConnection
 from gateway.request.response import Application, id_headers, send_error
-from gateway.request.tickets import GivenTicket, HeldSlot, RelayAdvice, TicketOffice
+from gateway.request.tickets import GivenTicket
 from gateway.values import Header
 from gateway.views.endpoints import make_endpoint
 from wire import clock
@@ -52,13 +52,13 @@ def make_ticket_routes(runtime: GatewayRuntime) -> list[tuple[str, Application]]
             client.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")])
             client.write(COMMENT)
             said_at, reason = clock.monotonic(), ""
-            while ticket_id in runtime.tickets.slots and not (reason := runtime.tickets.find_loss(slot)):
+            while ticket_id in runtime.tickets.slots and not (reason := runtime.tickets.find_loss(slot.lease.link)):
                 await client.wait_for_work(asyncio.sleep(runtime.limits.ticket_look_s))
                 if clock.monotonic() - said_at >= runtime.limits.stream_ping_s:
                     client.write(COMMENT)
                     said_at = clock.monotonic()
             if reason:
-                client.write(await _say_failover(runtime.tickets, client, slot, reason))
+                client.write(await runtime.tickets.say_failover(client, slot, reason))
             client.finish(b'event: x_pool_end\ndata: {"type":"x_pool_end"}\n\n')
         finally:
             client.unwatch()
@@ -67,16 +67,3 @@ def make_ticket_routes(runtime: GatewayRuntime) -> list[tuple[str, Application]]
         ("v1/tickets", make_endpoint(runtime, {"POST": issue}, surface=DEFAULT_SURFACE)),
         ("v1/tickets/(?P<ticket_id>[^/]+)/events", make_endpoint(runtime, {"GET": follow}, surface=DEFAULT_SURFACE)),
     ]
-
-
-async def _say_failover(office: TicketOffice, client: ClientConnection, slot: HeldSlot, reason: str) -> bytes:
-    """Return the event of the central-server document, section 3.3; ``new_ticket`` null: ask the gateway."""
-    try:
-        answer = await office.replace(client, slot)
-    except ClientLeft:
-        raise
-    except GatewayError:  # the gateway says why when it is asked
-        answer = RelayAdvice(base_url=office.relay_url)
-    given = msgspec.to_builtins(answer)
-    said = {"type": "x_pool_failover", "reason": reason, "new_ticket": given.pop("ticket", None), **given}
-    return b"event: x_pool_failover\ndata: %b\n\n" % _json.encode(said)

@@ -53,7 +53,7 @@ class LinkKeeper:
         """When rows were read that are newer than the others."""
         self._believed_at = 0.0
         """From then on (clock.monotonic()) a node without heartbeats is gone; before, the database may have been."""
-        self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
+        self._told: dict[uuid.UUID, tuple[object, ...]] = {}
         self._shutdown_sent: set[uuid.UUID] = set()
         self._lost: set[uuid.UUID] = set()
         """Nodes of agents that fell silent: each begins with few requests when it is back."""
@@ -284,17 +284,21 @@ class LinkKeeper:
 
     def _tell(self, link: RelayLink, row: NodeRow) -> None:
         status = "draining" if row.draining or row.cordoned or row.mode == NodeMode.SPARE_OFF.value else "available"
-        notice = (status, row.mode, row.cordoned)
+        remaining_s = row.drain_remaining_s if row.draining else None
+        seconds = None if remaining_s is None else max(0, round(remaining_s))
         if link.session.speaks_muster:
+            # A deadline is told to every session of the node anew: a program that was started since knows of none.
+            until = None if row.drain_deadline_at is None or seconds is None else (round(row.drain_deadline_at), link.link_id)
+            notice = (status, row.mode, row.cordoned, until)
             if self._told.get(link.node_id) != notice:
                 self._told[link.node_id] = notice
-                link.send_message(bridge.NodeNotice(status=status, mode=row.mode, cordoned=row.cordoned))
+                said = bridge.NodeNotice(status=status, mode=row.mode, cordoned=row.cordoned, drain_s=seconds)
+                link.send_message(said)
             return
         if not row.draining:
             self._shutdown_sent.discard(link.node_id)
         elif link.node_id not in self._shutdown_sent:
             self._shutdown_sent.add(link.node_id)
-            seconds = max(0, round(row.drain_remaining_s)) if row.drain_remaining_s is not None else None
             link.send_message(bridge.GracefulShutdown(reason=row.drain_reason or None, drain_timeout_secs=seconds))
             link.drain_then_close = True
 

@@ -84,7 +84,8 @@ class InferenceEndpoint:
         gone = asyncio.create_task(_wait_gone(receive))
         self._jobs.add(work)
         if inference.has_ticket:
-            self._parts.tickets.running.add(work)
+            self._parts.tickets.running[work] = ""
+        why = ""
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             has_left = gone.done() and not work.done()
@@ -94,13 +95,11 @@ class InferenceEndpoint:
             await asyncio.gather(work, gone, return_exceptions=True)
             self._jobs.discard(work)
             if inference.has_ticket:
-                self._parts.tickets.running.discard(work)
+                why = self._parts.tickets.running.pop(work)
         if not work.cancelled():
             work.result()
         elif not has_left:
-            is_reclaimed = inference.has_ticket and self._parts.tickets.is_reclaimed
-            words = "The owner has taken this node back." if is_reclaimed else "The node is shutting down."
-            await reply.refuse(Unavailable(words, retry_after_s=5))
+            await reply.refuse(Unavailable(why or "The node is shutting down.", retry_after_s=5))
 
     def close(self) -> None:
         for work in self._jobs:

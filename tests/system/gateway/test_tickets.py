@@ -18,14 +18,15 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 from django.utils import timezone
 
-from gateway.models import RequestRecord, UsageEvent
+from gateway.models import ApiKey, RequestRecord, UsageEvent
 from gateway.process import GatewayRuntime
 from gateway.services.figures import update_figures
+from gateway.services.limits import store_budgets
 from gateway.services.models import allow_model
-from gateway.services.requests import close_orphaned_requests
+from gateway.services.requests import close_orphaned_requests, read_traffic
 from gateway.services.tickets import store_usage
 from gateway.urls import make_application
-from gateway.values import TICKETS_PATH
+from gateway.values import TICKETS_PATH, Budget, BudgetKind
 from nodes.models import Node, TicketKey
 from nodes.services.tickets import (
     TicketKeyring,
@@ -40,7 +41,7 @@ from tests.fakes.limits import set_limits
 from tests.fakes.links import NodeSocket, enrol, hello
 from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_node, make_record
 from tests.fakes.waiting import eventually
-from wire import bridge, clock
+from wire import bridge, clock, frames
 from wire.contract import RequestState
 from wire.ids import format_id, parse_id
 from wire.ticket import Ticket, verify_ticket
@@ -77,6 +78,11 @@ class Central:
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             return await client.get(path, headers={"authorization": f"Bearer {key}"})
 
+    async def post(self, path: str, body: object) -> httpx.Response:
+        transport = httpx.ASGITransport(app=on_our_server(self.application))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.post(path, json=body, headers={"authorization": f"Bearer {self.key}"})
+
     @asynccontextmanager
     async def node(self, ticket_url: str = URL, **fields: Any) -> AsyncIterator[NodeSocket]:
         """A node that has registered, once the gateway has looked at its URL."""
@@ -101,7 +107,7 @@ def _make_rows() -> str:
 
 @pytest.fixture
 async def central() -> AsyncIterator[Central]:
-    key, (_, secret) = await _make_rows(), await enrol()
+    key, (_, secret) = await _make_rows(), await enrol(max_nodes=2)
     runtime = GatewayRuntime()
     await runtime.start()
     try:
@@ -237,6 +243,66 @@ async def test_whoever_follows_a_ticket_learns_that_its_node_was_lost_and_gets_a
     assert failover["base_url"] == central.runtime.tickets.relay_url, "there is no other node"
 
 
+async def begin_relayed(central: Central, socket: NodeSocket, **fields: Any) -> asyncio.Task[httpx.Response]:
+    """Have a caller's stream begin on the only node there is, by way of the gateway."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 20, **fields}
+    relayed = asyncio.ensure_future(central.post("/v1/chat/completions", body))
+    (link,) = central.runtime.registry
+    await eventually(lambda: any("bytes" in event for event in socket.sent), "the node has the request")
+    socket.say(frames.encode_frame(frames.HEAD, 1, 1, b'{"status":200,"headers":{"content-type":"text/event-stream"}}'))
+    socket.say(frames.encode_frame(frames.DATA, 1, 1, b'data: {"choices":[{"index":0,"delta":{"content":"Once"}}]}\n\n'))
+    await eventually(lambda: bool(link.last_served) and _has_begun(link), "its client has the first words")
+    return relayed
+
+
+def _has_begun(link: Any) -> bool:
+    return any(stream.sink.first_byte_at is not None for stream in link._streams.values())
+
+
+def lose_node(central: Central, socket: NodeSocket, reason: str) -> None:
+    (link,) = [link for link in central.runtime.registry if link.node_name == "rig"]
+    if reason == "gpu_lost":
+        socket.hang_up()
+        return
+    if reason == "gpu_timeout":
+        link.last_seen -= 60
+    else:
+        link.policy.draining, link.policy.reclaimed = True, reason == "gpu_reclaimed"
+        link.policy.drain_deadline_at = clock.monotonic()
+    central.runtime.keeper.tick()
+
+
+@pytest.mark.parametrize("reason", ["gpu_lost", "gpu_timeout", "gpu_draining", "gpu_reclaimed"])
+async def test_a_relayed_stream_whose_node_is_lost_names_another_before_its_error(central: Central, reason: str) -> None:
+    async with central.node() as socket:
+        await eventually(lambda: reachable(central), "the gateway knows where clients reach the node")
+        relayed = await begin_relayed(central, socket, x_pool_options={})
+        async with central.node(worker_name="spare", instance_id="i2") as spare:
+            await eventually(lambda: len(list(central.runtime.registry)) == 2 and reachable(central), "another node is there")
+            lose_node(central, socket, reason)
+            events = (await relayed).text.split("\n\n")
+            assert [event.split("\n")[0] for event in events[1:2]] == ["event: x_pool_failover"]
+            said = json.loads(events[1].partition("data: ")[2])
+            assert '"error"' in events[2]
+            assert (said["type"], said["reason"], said["base_url"]) == ("x_pool_failover", reason, f"{URL}/v1")
+            ticket = verify_ticket(said["new_ticket"], told_keys(spare), audience=said["node_id"], now=clock.unix_s())
+            assert (ticket.model, ticket.caps.max_tokens) == ("m", 20)
+            assert (await find_record(said["ticket_id"])).node_name == "spare"
+
+
+async def test_a_relayed_stream_says_so_when_there_is_no_other_node_and_nothing_unasked(central: Central) -> None:
+    cases: list[tuple[dict[str, object], bool]] = [({"x_pool_options": {}}, True), ({}, False)]
+    for fields, expected in cases:
+        async with central.node() as socket:
+            await eventually(lambda: reachable(central), "the gateway knows where clients reach the node")
+            relayed = await begin_relayed(central, socket, **fields)
+            socket.hang_up()
+            text = (await relayed).text
+            assert ("x_pool_failover" in text, '"error"' in text) == (expected, True), text
+            assert (f'"new_ticket":null,"base_url":"{central.runtime.tickets.relay_url}"' in text) is expected
+            await eventually(lambda: not list(central.runtime.registry), "the node is gone")
+
+
 async def test_following_ends_when_the_request_of_a_ticket_has_ended(central: Central) -> None:
     set_limits(gateway={"ticket_look_s": 0.02})
     async with central.node() as socket:
@@ -282,6 +348,51 @@ def test_the_example_of_a_client_goes_to_the_node_and_falls_back_to_the_gateway(
     direct = ["gateway/v1/tickets", "node/v1/chat/completions"]
     assert served.asked == (direct if node_answers else [*direct, *direct, "gateway/v1/chat/completions"])
     assert (client.direct, client.relayed) == (int(node_answers), int(not node_answers))
+
+
+@sync_to_async
+def _make_spender() -> str:
+    """A key that may have one request at a time, and 1,000 tokens a day."""
+    budgets = [Budget(BudgetKind.CONCURRENT_REQUESTS, 1), Budget(BudgetKind.TOKENS_PER_DAY, 1000)]
+    key, text = make_key("spender", tenant="frugal")
+    ApiKey.objects.filter(pk=key.pk).update(budgets=store_budgets(budgets))
+    return text
+
+
+async def test_a_ticket_reserves_from_budgets_and_is_charged_what_its_node_reports_or_else_all_of_it(central: Central) -> None:
+    async with central.node() as socket:
+        await eventually(lambda: reachable(central), "the gateway knows where clients reach the node")
+        central.key = await _make_spender()
+        said, ticket = await take_ticket(central, socket, max_tokens=500)
+        second = await central.ask(max_tokens=500)
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "RATE_LIMITED"), "the first one holds it"
+        usage = bridge.TokenCounts(prompt_tokens=7, completion_tokens=9, total_tokens=16)
+        report = bridge.TicketUsage(
+            ticket_id=said["ticket_id"], record_id=ticket.record_id, model="m", status="completed", usage=usage
+        )
+        socket.say(bridge.UsageReport(reports=[report]))
+        await eventually(lambda: not central.runtime.tickets.held, "it is settled")
+        unused, _ = await take_ticket(central, socket, max_tokens=500)
+        set_limits(gateway={"ticket_unused_s": 0.0, "ticket_back_s": 0.0})
+        await central.runtime._reconcile()
+        assert (await find_record(unused["ticket_id"])).error_code == "TICKET_UNUSED"
+        assert not central.runtime.tickets.held
+        again = await central.ask(max_tokens=500)
+        assert (again.status_code, "day" in again.text) == (429, True), "nobody told what it used: all of it counts"
+        await take_ticket(central, socket, max_tokens=400)
+
+
+async def test_what_another_gateway_heard_of_a_ticket_settles_it_here(central: Central) -> None:
+    async with central.node() as socket:
+        await eventually(lambda: reachable(central), "the gateway knows where clients reach the node")
+        central.key = await _make_spender()
+        said, _ = await take_ticket(central, socket, max_tokens=500)
+        record = await find_record(said["ticket_id"])
+        assert record.node_id is not None
+        await sync_to_async(store_usage)([(record.node_id, report_of(record))])
+        assert (await central.ask(max_tokens=10)).status_code == 429
+        await central.runtime._reconcile()
+        await take_ticket(central, socket, max_tokens=500)
 
 
 async def test_the_rules_of_relayed_requests_hold(central: Central) -> None:
@@ -393,8 +504,8 @@ def test_a_node_speaks_for_its_own_tickets_alone() -> None:
 def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_back() -> None:
     node, gone = make_node(), make_gateway(stopped=True)
     fresh = ticket_record(node, gateway_id=gone.pk, age_s=500)
-    unused = ticket_record(node, gateway_id=gone.pk, age_s=130, state=RequestState.ASSIGNED)
-    late = ticket_record(node, gateway_id=gone.pk, age_s=1000)
+    unused = ticket_record(node, gateway_id=gone.pk, age_s=130, state=RequestState.ASSIGNED, reserved_tokens=90)
+    late = ticket_record(node, gateway_id=gone.pk, age_s=1000, reserved_tokens=80)
     assert close_orphaned_requests(confirm_s=0.01) == 0, "no gateway is there to which a node could tell it"
     back = make_gateway()
     assert close_orphaned_requests(confirm_s=0.01) == 0, "nodes have a minute to tell what they kept"
@@ -402,5 +513,7 @@ def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_b
     assert close_orphaned_requests(confirm_s=0.01) == 2
     for record in (fresh, unused, late):
         record.refresh_from_db()
-    assert [record.state for record in (fresh, unused, late)] == ["running", "interrupted", "interrupted"]
+    assert [record.state for record in (fresh, unused, late)] == ["running", "cancelled", "interrupted"]
+    assert (unused.error_code, read_traffic().failed) == ("TICKET_UNUSED", 1), "a ticket that nobody used has not failed"
+    assert {event.pk: event.tokens for event in UsageEvent.objects.all()} == {unused.pk: 90, late.pk: 80}, "at the cap"
     assert store_usage([(node.pk, report_of(late))]) == [], "what has ended stays as it is"

@@ -185,8 +185,9 @@ async def test_a_page_of_an_origin_that_the_owner_named_may_use_a_ticket_and_no_
     assert not [name for name in other.headers if name.startswith("access-control-")]
 
 
-async def test_an_owner_who_takes_the_node_back_ends_what_runs_and_lets_no_ticket_in(
-    parts: Parts, door: Door, engine: ScriptedEngine
+@pytest.mark.parametrize("is_drained", [False, True])
+async def test_an_owner_who_takes_the_node_back_or_a_drain_whose_time_is_over_ends_what_runs(
+    parts: Parts, door: Door, engine: ScriptedEngine, is_drained: bool
 ) -> None:
     set_runner_limits(tickets={"reclaim_s": 0.05})
     begun = asyncio.Event()
@@ -202,10 +203,14 @@ async def test_an_owner_who_takes_the_node_back_ends_what_runs_and_lets_no_ticke
     engine.handler = hang
     asking = asyncio.create_task(door.ask(make_ticket(), stream=True, max_tokens=5))
     await begun.wait()
-    parts.tickets.reclaim(is_reclaimed=True)
+    if is_drained:
+        parts.tickets.drain(0.05)
+    else:
+        parts.tickets.reclaim(is_reclaimed=True)
     answer = await asking
-    assert "taken this node back" in answer.text, "the stream ends with an error event"
-    assert (await door.ask(make_ticket(2))).status_code == 503
+    assert ("was drained" if is_drained else "taken this node back") in answer.text, "the stream ends with an error event"
+    if not is_drained:
+        assert (await door.ask(make_ticket(2))).status_code == 503, "no ticket opens it now"
     await eventually(lambda: parts.serving.load == 0, "its slot is free")
     (report,) = await parts.tickets.list_reports()
     assert report.status == "interrupted"

@@ -247,8 +247,10 @@ async def test_a_muster_box_is_told_once_what_was_decided(setting: Setting) -> N
     for _ in range(3):
         setting.apply(make_row(box.link.node_id, cordoned=True))
     setting.apply(make_row(box.link.node_id))
-    notices = [(m.status, m.cordoned) for m in box.messages() if isinstance(m, bridge.NodeNotice)]
-    assert notices == [("draining", True), ("available", False)]
+    for _ in range(2):
+        setting.apply(make_row(box.link.node_id, draining=True, drain_remaining_s=30.2))
+    notices = [(m.status, m.cordoned, m.drain_s) for m in box.messages() if isinstance(m, bridge.NodeNotice)]
+    assert notices == [("draining", True, None), ("available", False, None), ("draining", False, 30)]
 
 
 async def test_a_bridge_worker_is_asked_to_leave_once_and_closed_when_it_is_idle_or_too_late(setting: Setting) -> None:
