@@ -253,11 +253,15 @@ def count_asked_models() -> dict[str, int]:
 
 
 def read_expiring_keys() -> tuple[ExpiringKey, ...]:
-    """Return the keys that end within ``page_key_warning_s`` and were used within it, the first to end first; one query."""
+    """Return the keys that end within ``page_key_warning_s`` and were used within it, the first to end first; one query.
+
+    A key that was made for less than that time, such as those of the playground, is meant to end.
+    """
     now = clock.now()
     within = timedelta(seconds=limits().gateway.page_key_warning_s)
     usable = ApiKey.objects.filter(revoked_at=None, last_used_at__gte=now - within)
-    rows = usable.filter(expires_at__range=(now, now + within)).order_by("expires_at")
+    ending = usable.filter(expires_at__range=(now, now + within), expires_at__gt=F("created_at") + within)
+    rows = ending.order_by("expires_at")
     return tuple(ExpiringKey(key.pk, key.name, key.expires_at) for key in rows if key.expires_at is not None)
 
 

@@ -31,7 +31,7 @@ from gateway.services.models import (
     is_model_allowed,
     remember_models,
 )
-from gateway.services.requests import close_orphaned_requests
+from gateway.services.requests import close_orphaned_requests, read_expiring_keys
 from gateway.services.tenants import create_tenant
 from gateway.tasks import (
     ADVISORY_LOCK,
@@ -479,3 +479,18 @@ def test_only_an_admin_token_opens_the_list() -> None:
     for answer in answers:
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "INVALID_ADMIN_TOKEN")
         assert answer["WWW-Authenticate"].startswith("Bearer")
+
+
+def test_only_keys_in_use_that_were_made_for_longer_are_named_before_they_end() -> None:
+    now = datetime.now(UTC)
+    create_tenant(name="team", actor=ACTOR)
+    for name, made, ends, used in (
+        ("ci", now - timedelta(days=60), now + timedelta(days=2), now),
+        ("playground: ann", now, now + timedelta(hours=1), now),
+        ("idle", now - timedelta(days=60), now + timedelta(days=2), now - timedelta(days=30)),
+        ("later", now - timedelta(days=60), now + timedelta(days=30), now),
+    ):
+        key, _text = create_api_key(name=name, tenant_name="team", actor=ACTOR, expires_at=ends)
+        ApiKey.objects.filter(pk=key.pk).update(created_at=made, last_used_at=used)
+
+    assert [key.name for key in read_expiring_keys()] == ["ci"]
