@@ -617,6 +617,9 @@ class GatewayLimits:
         setting="MUSTER_DECISION_CANDIDATES",
     )
     replayed_records: int = bound(200_000, "records", "Older decisions are not scored anew by `replay_routing`.")
+    failover_slots: int = bound(
+        64, "slots", "Further requests of nodes that missed two heartbeats have none held on other nodes."
+    )
     placed_among: int = bound(16, "nodes", "So many of the nodes of a model, others each time, are compared for a request.")
     max_requeues: int = bound(
         3,

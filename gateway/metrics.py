@@ -25,6 +25,10 @@ ERRORS = Counter("muster_request_errors_total", "Accepted requests that failed o
 REDISPATCHES = Counter(
     "muster_redispatches_total", "Requests sent to another node, or with a stream that it went on with", ["reason"]
 )
+FAILOVER_SLOTS = Counter(
+    "muster_failover_slots_total", "Slots held for requests of nodes that missed two heartbeats, and used by them", ["event"]
+)
+FAILOVER_HELD = Gauge("muster_failover_slots_held", "Slots held now for requests of nodes that missed two heartbeats")
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")

@@ -140,7 +140,7 @@ class AgentSocket:
         """Raises TooManySockets instead of taking one more."""
         self._channel, self._send = channel, send
         self._close_reason = ""
-        _, self._dead_after_s = freshness_windows(channel.limits, protocol=METALYARD)
+        self._dead_after_s = freshness_windows(channel.limits, protocol=METALYARD).offline_s
         self._commands = Commands(channel, node, send=send, kick=self._kick)
         self.line = self._commands.line
 

@@ -25,13 +25,14 @@ from core.limits import limits
 from core.throttle import AuthThrottle
 from nodes.errors import BadRequest, InvalidNodeToken, NodeNotFound, TooManyWrongTokens
 from nodes.models import Gpu, Node, NodeCredential, ProviderState, clock_of, presence_of, read_clock, with_clock
-from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections
+from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections, read_availability
 from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
 from nodes.services.figures import ModelFigures, read_figures, read_uptimes
 from nodes.services.gpus import list_gpus, list_models
 from nodes.services.history import Moment, Span, read_history
 from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
+from nodes.states import Health
 from wire.contract import NodeMode, NodeStatus
 from wire.credentials import CredentialKind, digest_credential, parse_keyid
 from wire.ids import parse_id
@@ -216,6 +217,7 @@ class NodeSerializer(serializers.Serializer[Node]):
     active_request_count = serializers.IntegerField()
     last_heartbeat_at = serializers.DateTimeField(allow_null=True)
     # Ours, beyond the contract.
+    health = serializers.ChoiceField(choices=[one.value for one in Health], help_text="Of its session, by when it was heard")
     models = serializers.ListField(child=serializers.CharField())
     max_concurrent = serializers.IntegerField()
     cordoned = serializers.BooleanField()
@@ -246,11 +248,12 @@ class NodeSerializer(serializers.Serializer[Node]):
 
     def to_representation(self, instance: Node) -> dict[str, Any]:  # Any: JSON
         live, unreachable, now = presence_of(instance), explain_unreachable(instance), clock_of(instance)
-        ejections = list_ejections(live, now=now)
+        ejections, availability = list_ejections(live, now=now), read_availability(instance, now=now)
         values = {
             "node_id": instance.printed_id,
             "node_name": instance.name,
-            "status": judge_status(instance, now=now).value,
+            "status": availability.status.value,
+            "health": availability.health.value,
             "current_model": instance.model_names[0] if instance.model_names else None,
             "active_request_count": live.active_requests,
             "last_heartbeat_at": print_time(live.last_heartbeat_at),

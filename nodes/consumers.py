@@ -44,6 +44,7 @@ from nodes.session import (
     TelemetryArrived,
     UsageReported,
 )
+from nodes.states import freshness_windows
 from wire import bridge, clock
 from wire.bridge import ProtocolError
 from wire.contract import NodeMode
@@ -185,7 +186,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         if self.close_reason or link is None:
             return
         now = clock.awake()
-        was_stale, link.last_seen = now - link.last_seen >= link.stale_after_s, now
+        was_stale, link.last_seen = now - link.last_seen >= link.windows.stale_s, now
         if was_stale:  # it may take work again, and work may be waiting
             self._channel.registry.announce(link)
         try:
@@ -320,10 +321,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         link.take_register(effect.message)
         link.policy.provider = self.credential.provider.name
         link.credential_id = self.credential.pk
-        if self.protocol.speaks_muster:
-            link.stale_after_s, link.offline_after_s = self._limits.stale_after_s, self._limits.offline_after_s
-        else:
-            link.stale_after_s = link.offline_after_s = self._limits.bridge_pong_window_s
+        if not self.protocol.speaks_muster:
+            link.windows = freshness_windows(self._limits, protocol=bridge.BRIDGE_V1)
         link.policy.cordoned = opened.cordoned
         link.policy.draining = opened.draining
         link.policy.reclaimed = opened.mode == NodeMode.SPARE_OFF.value

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import NamedTuple
 
 from core.limits import NodeLimits
 from wire import clock
@@ -36,6 +37,23 @@ class Freshness(StrEnum):
     FRESH = "fresh"
     STALE = "stale"
     OFFLINE = "offline"
+
+
+class Health(StrEnum):
+    """Where the session of a node stands. Source: central-server document, section 1.3, which names no second heartbeat."""
+
+    REGISTERING = "registering"
+    """It registered, and was not heard since."""
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """It missed a heartbeat: it gets nothing new."""
+    FAILING = "failing"
+    """It missed two: what runs there has slots on other nodes, as far as there are."""
+    DEAD = "dead"
+    """It missed three, and was given up."""
+    DRAINING = "draining"
+    OFFLINE = "offline"
+    """It left, or says that it does."""
 
 
 class Unavailable(StrEnum):
@@ -79,21 +97,22 @@ class Availability:
     status: NodeStatus
     freshness: Freshness
     unavailable: Unavailable | None
+    health: Health
 
 
 def judge_availability(facts: NodeFacts, policy: NodeLimits) -> Availability:
     """Return whether a node may get new work, and if not why. What it says of itself may be overridden."""
-    freshness = judge_freshness(facts.age_s, policy, protocol=facts.protocol)
+    windows = freshness_windows(policy, protocol=facts.protocol)
+    freshness = windows.judge(facts.age_s)
     status = _judge_status(facts, freshness)
-    return Availability(status, freshness, _find_reason(facts, freshness, status))
+    return Availability(
+        status, freshness, _find_reason(facts, freshness, status), _judge_health(facts, windows=windows, status=status)
+    )
 
 
 def judge_freshness(age_s: float | None, policy: NodeLimits, *, protocol: str) -> Freshness:
     """Return the freshness of a sign of life ``age_s`` seconds old (None = never seen)."""
-    stale_after_s, offline_after_s = freshness_windows(policy, protocol=protocol)
-    if age_s is None or age_s >= offline_after_s:
-        return Freshness.OFFLINE
-    return Freshness.STALE if age_s >= stale_after_s else Freshness.FRESH
+    return freshness_windows(policy, protocol=protocol).judge(age_s)
 
 
 def _judge_status(facts: NodeFacts, freshness: Freshness) -> NodeStatus:
@@ -103,6 +122,20 @@ def _judge_status(facts: NodeFacts, freshness: Freshness) -> NodeStatus:
         return NodeStatus.ERROR
     is_held_back = facts.draining or facts.cordoned or facts.mode is NodeMode.SPARE_OFF or not facts.is_accepting_jobs
     return NodeStatus.DRAINING if is_held_back else facts.reported
+
+
+def _judge_health(facts: NodeFacts, *, windows: Windows, status: NodeStatus) -> Health:
+    if facts.age_s is None:
+        return Health.REGISTERING
+    if facts.reported is NodeStatus.OFFLINE:
+        return Health.OFFLINE
+    if facts.age_s >= windows.offline_s:
+        return Health.DEAD
+    if facts.age_s >= windows.failover_s:
+        return Health.FAILING
+    if facts.age_s >= windows.stale_s:
+        return Health.SUSPECT
+    return Health.DRAINING if status is NodeStatus.DRAINING else Health.HEALTHY
 
 
 def _find_reason(facts: NodeFacts, freshness: Freshness, status: NodeStatus) -> Unavailable | None:
@@ -208,11 +241,31 @@ class DrainCount:
     active: int
 
 
-def freshness_windows(policy: NodeLimits, *, protocol: str) -> tuple[float, float]:
-    """Return (stale after, offline after) in seconds for a node that speaks ``protocol`` (empty = REST heartbeats)."""
-    # A bridge v1 worker gives a sign of life only when pinged.
-    if protocol == BRIDGE_V1:
-        return policy.bridge_pong_window_s, policy.bridge_pong_window_s
-    if protocol in (METALYARD, METALYARD_RELAY):  # one missed heartbeat, and three
-        return (policy.agent_heartbeat_s + policy.agent_late_s, 3 * policy.agent_heartbeat_s + policy.agent_late_s)
-    return policy.stale_after_s, policy.offline_after_s
+class Windows(NamedTuple):
+    """After how many seconds of silence a node gets nothing new, its requests get slots elsewhere, and it is given up.
+
+    These belong to the protocol of its session. Whoever asks whether a node is there asks ``freshness_windows`` for them.
+    """
+
+    stale_s: float
+    failover_s: float
+    offline_s: float
+
+    def judge(self, age_s: float | None) -> Freshness:
+        """Return the freshness of a sign of life ``age_s`` seconds old (None = never seen)."""
+        if age_s is None or age_s >= self.offline_s:
+            return Freshness.OFFLINE
+        return Freshness.STALE if age_s >= self.stale_s else Freshness.FRESH
+
+
+def freshness_windows(policy: NodeLimits, *, protocol: str) -> Windows:
+    """Return the windows of a node that speaks ``protocol`` (empty = REST heartbeats)."""
+    if protocol == BRIDGE_V1:  # it gives a sign of life only when pinged
+        unanswered_s = min(2 * policy.bridge_ping_interval_s, policy.bridge_pong_window_s)
+        return Windows(unanswered_s, unanswered_s, policy.bridge_pong_window_s)
+    if protocol in (METALYARD, METALYARD_RELAY):  # one missed heartbeat, two, three
+        beat_s, late_s = policy.agent_heartbeat_s, policy.agent_late_s
+        return Windows(beat_s + late_s, 2 * beat_s + late_s, 3 * beat_s + late_s)
+    # By the contract's table a node is late once its second heartbeat is due.
+    second_s = max(policy.stale_after_s, 2 * policy.heartbeat_interval_s)
+    return Windows(policy.stale_after_s, min(second_s, policy.offline_after_s), policy.offline_after_s)

@@ -27,7 +27,7 @@ from gateway.request.attempt import Exchange, KeepAlive, count_answer_chars, fin
 from gateway.request.budgets import Reservation
 from gateway.request.candidates import Candidate
 from gateway.request.client import SCOPE_LINE
-from gateway.request.dispatch import Lease
+from gateway.request.dispatch import Job, Lease
 from gateway.request.identity import RateState
 from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline
@@ -292,6 +292,10 @@ class FastRequest(KnownCycle, Sink):
         if self.request.is_streaming and (self.is_closing or now - self._seen_at >= limits.stream_ping_s / 2):
             return True
         return now + 2 * path.look_s > self.started + limits.request_s
+
+    def find_failover(self) -> tuple[Job, tuple[str, ...]] | None:
+        """Return what ``Exchange.find_failover`` does: from now on the pipeline has a request that may need another node."""
+        return None if self.first_byte_at is not None or self._last is not None else self.hand_over().find_failover()
 
     # nodes.links.Sink
 

@@ -163,6 +163,15 @@ class Continuation:
         return self._is_finished or self._is_done
 
     @property
+    def next_paths(self) -> tuple[str, ...]:
+        """API paths on which another node would be asked to go on with it; none = it cannot go on from here."""
+        if self.ineligibility or self.failure is not None:
+            return ()
+        if self._path == COMPLETIONS_PATH or not self._text.strip():
+            return (self._path,)
+        return (CONTINUATIONS,)
+
+    @property
     def text(self) -> str:
         return self._text.decode()
 

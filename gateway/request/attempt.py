@@ -416,6 +416,15 @@ class Exchange(Sink):
             self._continuation.first_byte_at = previous.first_byte_at
         self.received, self.events, self.bytes_out = previous.received, previous.events, previous.bytes_out
 
+    def find_failover(self) -> tuple[Job, tuple[str, ...]] | None:
+        """Return the request and the API paths on which another node may take it, if its own is lost; None = none may."""
+        if self._over or self._closed is not None or self._surface is None:
+            return None
+        if not self._passing:
+            return self._job, self._job.request.paths
+        paths = self._continuation.next_paths if self._continuation is not None else ()
+        return (self._job, paths) if paths else None
+
     def give_up(self, error: GatewayError) -> Outcome:
         """Say in a stream that broke that nobody goes on with it."""
         self._tell(error)

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from gateway.errors import (
     QueueFull,
     QueueTimeout,
 )
-from gateway.metrics import QUEUE_DEPTH
+from gateway.metrics import FAILOVER_SLOTS, QUEUE_DEPTH
 from gateway.request.candidates import Candidate, choose_path
 from gateway.request.outcomes import Outcome, judge_node
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
@@ -147,6 +147,8 @@ class Job:
     """Of its tenant, in the share of slots while requests wait."""
     waiter: _Waiter | None = None
     """Its place in the queue, while it has one."""
+    failover: Lease | None = None
+    """A slot that is held on another node, while its own may be dead. Whoever ends the request releases it."""
     suspects: list[Trial] = field(default_factory=list)
     """Attempts that failed before their first byte: the nodes' fault once another one answers."""
 
@@ -368,6 +370,8 @@ class Dispatcher:
         """
         request, now = job.request, clock.monotonic()
         model, paths = request.model, request.paths
+        if job.failover is not None and (held := self._take_failover(job, now)) is not None:
+            return held
         if not self._queue.holds(model, paths):
             ready = plan.find_ready(job.candidate) if plan is not None else None
             if ready is not None:
@@ -388,6 +392,35 @@ class Dispatcher:
         if model in self._queue or model in self._keeper.disabled_models:
             return None
         return self._choose(model, request.paths, asker, request, now=now)
+
+    def hold_failover(self, job: Job, request: InferenceRequest, lost: Link) -> bool:
+        """Hold a slot for a request that may lose its node; False while no other node has one that nobody waits for."""
+        now, model, avoid = clock.monotonic(), request.model, {*job.avoid, lost}
+        if self._queue.holds(model, request.paths) or model in self._keeper.disabled_models:
+            return False
+        link = self._choose(model, request.paths, job, request, now=now, avoid=avoid)
+        if link is None or link in avoid:
+            return False
+        link.active += 1
+        job.failover = Lease(self, link, choose_path(link, request), model, choice=self.choice)
+        return True
+
+    def _take_failover(self, job: Job, now: float) -> Lease | None:
+        """Return the slot that is held for a request, as one that was granted now; None where it is of no use any more."""
+        held, job.failover, request = job.failover, None, job.request
+        assert held is not None
+        link = held.link
+        is_open = link not in job.avoid and now >= link.busy_until and link.condition() is LinkCondition.READY
+        if not is_open or link.find_path(request.model, request.paths) is None:
+            held.release()
+            return None
+        held.released, link.active = True, link.active - 1  # in this turn of the loop nobody else gets it
+        FAILOVER_SLOTS.labels("used").inc()
+        return self.grant(link, request.model, choose_path(link, request), now, held.choice)
+
+    def watch_silence(self, listener: Callable[[Sequence[Link]], None]) -> None:
+        """Have ``listener`` called at each tick with the nodes that missed a second heartbeat and are not given up."""
+        self._keeper.on_silence = listener
 
     def describe(self, lease: Lease) -> Decided | None:
         """Return why a lease is on its node; None where there was no choice, or decisions are not recorded."""

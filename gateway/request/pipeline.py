@@ -39,6 +39,7 @@ from gateway.request.budgets import Budgets, Reservation
 from gateway.request.candidates import Candidate
 from gateway.request.client import ClientConnection
 from gateway.request.dispatch import Dispatcher, Job, Lease, Plan
+from gateway.request.failover import FailoverSlots
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, choose_priority
 from gateway.request.outcomes import Broken, Outcome, Retry, RetryReason, Served
@@ -153,9 +154,11 @@ class Pipeline:
     """Returns the event that tells the client of a stream which nobody goes on with where else to ask."""
     is_stopping: bool = False
     recorder: Recorder = field(init=False)
+    failover: FailoverSlots = field(init=False)
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.gateway_id, self.records)
+        self.failover = FailoverSlots(self.dispatcher, most=self.limits.failover_slots, requeues=self.limits.max_requeues)
 
     async def serve(self, client: ClientConnection, surface: Surface) -> None:
         """Answer one inference request. The only place that calls the stages in sequence."""
@@ -196,6 +199,8 @@ class Pipeline:
             client.unwatch()
             if call.keepalive is not None:
                 call.keepalive.stop()
+            if call.job is not None and call.job.failover is not None:
+                call.job.failover.release()
             if ending is TORN_DOWN and not self.is_stopping:
                 ending = BUGGED
             if call.record is not None:
@@ -476,7 +481,7 @@ class Pipeline:
         self.recorder.require_open(record)
         asked_at = clock.monotonic()
         plan, call.plan = call.plan, None
-        if len(job.candidates) > 1:
+        if len(job.candidates) > 1 and job.failover is None:
             plan = plan or self.dispatcher.plan(job)
             self._choose_candidate(job, plan.rank(min(self.limits.queue_s, self.limits.degrade_wait_s, job.max_wait_s)))
         try:

@@ -147,7 +147,7 @@ class TicketOffice:
 
     def find_loss(self, link: Link) -> str:
         """Return why what runs on a node may not end well there; empty = nothing speaks against it."""
-        if link.silence_s >= link.stale_after_s:
+        if link.silence_s >= link.windows.stale_s:
             return "gpu_timeout"
         if link.closed or self.registry.get(link.node_id) is not link:
             return "gpu_lost"

@@ -77,10 +77,10 @@ class AgentViews:
         work = partial(register_agent, credential=credential, said=said, peer_address=client.address, endpoint=endpoint)
         session = await run_in_database(work)
         policy = self._channel.limits
-        stale_after_s, dead_after_s = freshness_windows(policy, protocol=agent.METALYARD)
+        windows = freshness_windows(policy, protocol=agent.METALYARD)
         config = agent.AgentConfig(
-            stale_after_s=stale_after_s,
-            dead_after_s=dead_after_s,
+            stale_after_s=windows.stale_s,
+            dead_after_s=windows.offline_s,
             max_message_bytes=policy.agent_message_bytes,
             gateways=self._channel.advertised_gateways,
             time=clock.now().isoformat().replace("+00:00", "Z"),

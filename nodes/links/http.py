@@ -7,6 +7,7 @@ import hashlib
 import re
 import ssl
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http import HTTPStatus
@@ -278,7 +279,7 @@ class HttpLink(Link):
         self.pool = ConnectionPool(
             address=target.address, port=target.port, server_name=target.host, tls=tls, connect_s=connect_s
         )
-        self._streams: set[HttpStream] = set()
+        self._streams: dict[HttpStream, None] = {}
         self._host_line = f"host: {target.host}:{target.port}\r\n"
         self._extra = ""
         self._usual: tuple[dict[str, str], tuple[str, str, str], bytes] | None = None
@@ -296,12 +297,15 @@ class HttpLink(Link):
         if request.is_streaming and not self.is_peer:
             body, asked = ask_for_usage(request.path, body)
         stream = HttpStream(self, self._render(request, body), sink, asked=asked)
-        self._streams.add(stream)
+        self._streams[stream] = None
         stream.start()
         return stream
 
     def forget_stream(self, stream: HttpStream) -> None:
-        self._streams.discard(stream)
+        self._streams.pop(stream, None)
+
+    def list_sinks(self) -> Sequence[Sink]:
+        return [stream.sink for stream in self._streams]
 
     def end_streams(self, kind: EndKind, message: str) -> None:
         for stream in list(self._streams):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from prometheus_client import REGISTRY
@@ -21,7 +21,7 @@ from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.states import DrainCount, NodeFacts, NodeRow, freshness_windows, judge_availability
+from nodes.states import Availability, DrainCount, Health, NodeFacts, NodeRow, freshness_windows, judge_availability
 from wire import bridge, clock
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import format_id
@@ -32,6 +32,7 @@ logger = logging.getLogger("muster.nodes")
 _OTHERS = ("others", "")
 _MIB = 1024 * 1024
 _NODE = ("node", "node_id")
+_SESSION, _REST = ("protocol", "health"), "contract-v1"
 _GPU = (*_NODE, "gpu")
 
 
@@ -55,6 +56,8 @@ class LinkKeeper:
         """From then on (clock.monotonic()) a node without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[object, ...]] = {}
         self._shutdown_sent: set[uuid.UUID] = set()
+        self.on_silence: Callable[[Sequence[Link]], None] = lambda _links: None
+        """Takes at each tick which nodes missed a second heartbeat and are not given up."""
         self._lost: set[uuid.UUID] = set()
         """Nodes of agents that fell silent: each begins with few requests when it is back."""
 
@@ -129,10 +132,12 @@ class LinkKeeper:
                 self.registry.remove(link, "the credential of the node was revoked")
                 link.close("worker credential was revoked", code=1008)
 
-    def count_statuses(self) -> Counter[NodeStatus]:
-        """Return how many nodes are in each status of the contract now; of a node linked here, by when it was heard here."""
-        counts = Counter(dict.fromkeys(NodeStatus, 0))
+    def judge_nodes(self) -> list[tuple[NodeRow, Availability]]:
+        """Return every node with whether it may get work now; of a node linked here, by when it was heard here."""
+        found = []
         for row in self.rows.values():
+            if row.provider_state == "deleted":
+                continue
             link = self.registry.get(row.node_id)
             facts = NodeFacts(
                 age_s=row.heartbeat_age_s if link is None else link.silence_s,
@@ -142,10 +147,10 @@ class LinkKeeper:
                 draining=row.draining,
                 cordoned=row.cordoned,
                 is_accepting_jobs=row.is_accepting_jobs,
+                unreachable="" if isinstance(link, RelayLink) else row.unreachable,
             )
-            status = judge_availability(facts, self._limits).status
-            counts[status] += row.provider_state != "deleted"
-        return counts
+            found.append((row, judge_availability(facts, self._limits)))
+        return found
 
     def tick(self) -> None:
         """Look at everything that has a deadline. Called about once a second and after every ``apply``."""
@@ -154,17 +159,24 @@ class LinkKeeper:
             logger.warning("gateway.stood_still seconds=%.1f", stood_s)
         awake = clock.awake()
         self._lost &= self.rows.keys()
+        silent: list[Link] = []
         for link in self.registry:
             if link.ramp_until and now >= link.ramp_until:
                 link.ramp_up(now)
                 self.registry.announce(link)
             if link.policy.drain_deadline_at is not None or link.drain_then_close:
                 self._enforce_drain(link, now)
+            silence_s = awake - link.last_seen
             if isinstance(link, RelayLink):
-                if now >= link.ping_at or awake - link.last_seen >= link.offline_after_s:
+                if now >= link.ping_at or silence_s >= link.windows.offline_s:
                     self._check_socket(link, now)
-            elif link.silence_s >= link.offline_after_s and not self._is_blind(now):
+            elif silence_s >= link.windows.failover_s and self._is_blind(now):
+                continue
+            elif silence_s >= link.windows.offline_s:
                 self._lose(link, "the node sent no heartbeat")
+            if silence_s >= link.windows.failover_s and not link.closed:
+                silent.append(link)
+        self.on_silence(silent)
         for link in self.registry.ejections.tick(now):
             self.registry.announce(link)
 
@@ -243,7 +255,10 @@ class LinkKeeper:
     def _wanted_target(
         self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]
     ) -> HttpTarget | None:
-        if row.heartbeat_age_s is None or row.heartbeat_age_s >= freshness_windows(self._limits, protocol=row.protocol)[1]:
+        if (
+            row.heartbeat_age_s is None
+            or row.heartbeat_age_s >= freshness_windows(self._limits, protocol=row.protocol).offline_s
+        ):
             return None
         if row.is_direct:
             return target
@@ -256,7 +271,7 @@ class LinkKeeper:
         link.declare_slots(max(1, row.max_concurrent))
         link.contexts, link.engines = row.contexts, row.engines
         link.last_seen = clock.awake() - (row.heartbeat_age_s or 0.0)
-        link.stale_after_s, link.offline_after_s = freshness_windows(self._limits, protocol=row.protocol)
+        link.windows = freshness_windows(self._limits, protocol=row.protocol)
         if row.is_direct:
             status = row.reported_status
             link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else row.unreachable
@@ -313,7 +328,7 @@ class LinkKeeper:
             link.close("graceful shutdown timed out" if overdue else "graceful shutdown complete")
 
     def _check_socket(self, link: RelayLink, now: float) -> None:
-        if link.silence_s >= link.offline_after_s:
+        if link.silence_s >= link.windows.offline_s:
             self.registry.remove(link, "the node stopped answering")
             link.close("worker heartbeat timed out")
             return
@@ -335,15 +350,21 @@ class FleetGauges(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the series of a scrape; without a gateway they have no values."""
         nodes = GaugeMetricFamily("muster_nodes", "Nodes by status, of the whole fleet", labels=["status"])
+        sessions = GaugeMetricFamily("muster_sessions", "Nodes by what their session speaks and its health", labels=_SESSION)
         slots = GaugeMetricFamily("muster_node_slots", "Requests that a linked node takes at a time", labels=_NODE)
         used = GaugeMetricFamily("muster_node_slots_used", "Requests that run on a linked node", labels=_NODE)
         total_bytes = GaugeMetricFamily("muster_gpu_memory_bytes", "Memory of a GPU", labels=_GPU)
         used_bytes = GaugeMetricFamily("muster_gpu_memory_used_bytes", "Memory in use on a GPU", labels=_GPU)
         busy = GaugeMetricFamily("muster_gpu_utilization_ratio", "Share of time that a GPU computes, 0 to 1", labels=_GPU)
         if self.keeper is not None:
-            counts = self.keeper.count_statuses()
+            judged = self.keeper.judge_nodes()
+            statuses = Counter(found.status for _, found in judged)
             for status in NodeStatus:
-                nodes.add_metric([status.value], counts[status])
+                nodes.add_metric([status.value], statuses[status])
+            standings = Counter((row.protocol or _REST, found.health) for row, found in judged)
+            for protocol in sorted({protocol for protocol, _ in standings}):
+                for health in Health:
+                    sessions.add_metric([protocol, health.value], standings[protocol, health])
             rest = [0, 0]
             for index, link in enumerate(sorted(self.keeper.registry, key=lambda link: link.node_id)):
                 running = min(link.load, link.max_concurrent)
@@ -364,7 +385,7 @@ class FleetGauges(Collector):
             if rest[0]:
                 slots.add_metric(_OTHERS, rest[0])
                 used.add_metric(_OTHERS, rest[1])
-        yield from (nodes, slots, used, total_bytes, used_bytes, busy)
+        yield from (nodes, sessions, slots, used, total_bytes, used_bytes, busy)
 
 
 FLEET = FleetGauges()

@@ -16,7 +16,7 @@ import msgspec
 
 from core.limits import limits
 from nodes.session import OpenRequest
-from nodes.states import BINARY_ENDPOINTS, DECLARED_ENDPOINTS
+from nodes.states import BINARY_ENDPOINTS, DECLARED_ENDPOINTS, freshness_windows
 from wire import clock
 from wire.bridge import GpuInfo
 from wire.frames import End
@@ -159,8 +159,8 @@ class Link:
         self.unhealthy_reason = ""
         self.busy_until = 0.0
         self.last_seen = clock.awake()
-        self.stale_after_s = 10.0
-        self.offline_after_s = 15.0
+        self.windows = freshness_windows(limits().nodes, protocol="")
+        """After how much silence it gets nothing new, its requests get slots elsewhere, and it is given up."""
         self.reports_usage = False
         self.standings: dict[str, Standing] = {}
         """What ``Ejections`` remembers of its replicas, by model."""
@@ -249,7 +249,7 @@ class Link:
             return LinkCondition.UNHEALTHY
         if policy.cordoned or policy.draining or policy.reclaimed or self.node_draining or self.closed:
             return LinkCondition.DRAINING
-        if clock.awake() - self.last_seen >= self.stale_after_s:
+        if clock.awake() - self.last_seen >= self.windows.stale_s:
             return LinkCondition.STALE
         if self.busy_elsewhere:
             return LinkCondition.BUSY
@@ -266,6 +266,10 @@ class Link:
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> Stream:
         """Start a request on the node. The caller holds a slot."""
+        raise NotImplementedError
+
+    def list_sinks(self) -> Sequence[Sink]:
+        """Return who hears the open streams of this link, the one that was opened first comes first."""
         raise NotImplementedError
 
     def end_streams(self, kind: EndKind, message: str) -> None:

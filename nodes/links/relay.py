@@ -198,6 +198,9 @@ class RelayLink(Link):
         if self._streams.pop(number, None) is not None:
             self.send_frames(self.session.cancel_stream(number, reason))
 
+    def list_sinks(self) -> Sequence[Sink]:
+        return [stream.sink for stream in self._streams.values()]
+
     def end_streams(self, kind: EndKind, message: str) -> None:
         """End every stream: the node is told (unless the socket is gone), each sink hears it once."""
         streams, self._streams = self._streams, {}

@@ -277,7 +277,7 @@ def sweep_presence() -> SweepReport:
 
 def _is_anything_due() -> bool:
     # One look first: silence and drains are rare, and a sweep asks ten times.
-    age_s = min(freshness_windows(limits().nodes, protocol=one)[1] for one in ("", *_PATIENT))
+    age_s = min(freshness_windows(limits().nodes, protocol=one).offline_s for one in ("", *_PATIENT))
     with connection.cursor() as cursor:
         cursor.execute(_IS_ANYTHING_DUE, [age_s])
         row = cursor.fetchone()
@@ -321,7 +321,7 @@ def _is_overdue(now: datetime) -> Q:
     """Rows whose last sign of life is older than their protocol allows. Needs the annotation ``seen_at``."""
 
     def is_late(protocol: str) -> Q:
-        return Q(seen_at__lte=now - timedelta(seconds=freshness_windows(limits().nodes, protocol=protocol)[1]))
+        return Q(seen_at__lte=now - timedelta(seconds=freshness_windows(limits().nodes, protocol=protocol).offline_s))
 
     overdue = ~Q(protocol__in=_PATIENT) & is_late("")
     for protocol in _PATIENT:

@@ -20,10 +20,11 @@ from django.db import connection, transaction
 
 from core.limits import limits
 from nodes.models import Node, NodeFigures, SweepMark, read_clock
-from nodes.states import Figures, freshness_windows
+from nodes.states import Figures, Windows, freshness_windows
 from wire.agent import METALYARD, METALYARD_RELAY
 from wire.bridge import BRIDGE_V1
 
+_Values = dict[str, str | float | list[str] | list[uuid.UUID]]
 Sketch = dict[str, float]
 """How much weight fell into which bucket, by its number; as JSON keeps it."""
 _MARK, _HEARD = "requests", "heard"
@@ -307,28 +308,32 @@ def follow_uptime() -> int:
         mark = SweepMark.objects.select_for_update(skip_locked=True).filter(name=_HEARD).first()
         if mark is None:
             return 0
-        values: dict[str, str | float | list[str]] = {
-            "stood_still": max(0.0, (now - mark.until).total_seconds()),
-            "kept": policy.uptime_s,
-            "bridge": BRIDGE_V1,
-            "agents": [METALYARD, METALYARD_RELAY],
-            "window": freshness_windows(policy, protocol="")[1],
-            "bridge_window": freshness_windows(policy, protocol=BRIDGE_V1)[1],
-            "agent_window": freshness_windows(policy, protocol=METALYARD)[1],
-        }
+        values: _Values = {"stood_still": max(0.0, (now - mark.until).total_seconds()), "kept": policy.uptime_s}
         with connection.cursor() as cursor:
-            cursor.execute(_FOLLOW, values)
+            cursor.execute(_FOLLOW, values | _list_windows(lambda windows: windows.offline_s))
             begun = int(cursor.rowcount)
         SweepMark.objects.filter(pk=mark.pk).update(until=now)
         return begun
 
 
-_FOLLOW = """
+def _list_windows(choose: Callable[[Windows], float]) -> _Values:
+    """Return the values of ``_WINDOW``: one of the windows of each protocol."""
+    windows = {name: choose(freshness_windows(limits().nodes, protocol=name)) for name in ("", BRIDGE_V1, METALYARD)}
+    return {
+        "bridge": BRIDGE_V1,
+        "agents": [METALYARD, METALYARD_RELAY],
+        "window": windows[""],
+        "bridge_window": windows[BRIDGE_V1],
+        "agent_window": windows[METALYARD],
+    }
+
+
+_WINDOW = """CASE WHEN p.protocol = %(bridge)s THEN %(bridge_window)s
+                   WHEN p.protocol = ANY(%(agents)s) THEN %(agent_window)s ELSE %(window)s END"""
+_FOLLOW = f"""
 WITH heard AS (
-SELECT node_id, last_heartbeat_at AS heard_at, make_interval(secs => %(stood_still)s
-       + CASE WHEN protocol = %(bridge)s THEN %(bridge_window)s WHEN protocol = ANY(%(agents)s) THEN %(agent_window)s
-              ELSE %(window)s END) AS longest
-  FROM nodes_nodepresence
+SELECT node_id, last_heartbeat_at AS heard_at, make_interval(secs => %(stood_still)s + {_WINDOW}) AS longest
+  FROM nodes_nodepresence AS p
  WHERE last_heartbeat_at > statement_timestamp() - make_interval(secs => %(kept)s)
 ), newest AS (
 SELECT DISTINCT ON (node_id) id, node_id, ended_at FROM nodes_nodeonline ORDER BY node_id, began_at DESC
@@ -342,28 +347,24 @@ DELETE FROM nodes_nodeonline WHERE ended_at < statement_timestamp() - make_inter
 INSERT INTO nodes_nodeonline (node_id, began_at, ended_at)
 SELECT h.node_id, h.heard_at, h.heard_at FROM heard AS h LEFT JOIN newest AS n USING (node_id)
  WHERE n.id IS NULL OR h.heard_at - n.ended_at > h.longest
-"""
-_UPTIME = """
+"""  # noqa: S608  # constants
+_UPTIME = f"""
 SELECT n.id, COALESCE(sum(extract(epoch FROM
-             LEAST(o.ended_at + make_interval(secs => %(window)s), statement_timestamp())
+             LEAST(o.ended_at + make_interval(secs => {_WINDOW}), statement_timestamp())
              - GREATEST(o.began_at, statement_timestamp() - make_interval(secs => %(kept)s)))
          ) FILTER (WHERE o.ended_at > statement_timestamp() - make_interval(secs => %(kept)s)), 0)::float8,
        extract(epoch FROM LEAST(make_interval(secs => %(kept)s), statement_timestamp() - n.created_at))::float8
-  FROM nodes_node AS n LEFT JOIN nodes_nodeonline AS o ON o.node_id = n.id
+  FROM nodes_node AS n LEFT JOIN nodes_nodepresence AS p ON p.node_id = n.id
+  LEFT JOIN nodes_nodeonline AS o ON o.node_id = n.id
  WHERE n.id = ANY(%(nodes)s)
  GROUP BY n.id
-"""
+"""  # noqa: S608  # constants
 
 
 def read_uptimes(node_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, float]:
     """Return the share, 0.0 to 1.0, of the last 24 hours (or of its life, if that is shorter) in which each node was heard."""
-    policy = limits().nodes
-    values: dict[str, list[uuid.UUID] | float] = {
-        "nodes": list(node_ids),
-        "kept": policy.uptime_s,
-        # After its last sign of life a node counts as online for as long as it would be given work.
-        "window": policy.stale_after_s,
-    }
+    # After its last sign of life a node counts as online for as long as it would be given work.
+    values: _Values = {"nodes": list(node_ids), "kept": limits().nodes.uptime_s}
     with connection.cursor() as cursor:
-        cursor.execute(_UPTIME, values)
+        cursor.execute(_UPTIME, values | _list_windows(lambda windows: windows.stale_s))
         return {node_id: min(1.0, online_s / max(known_s, 1.0)) for node_id, online_s, known_s in cursor.fetchall()}

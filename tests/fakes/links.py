@@ -137,6 +137,9 @@ class FakeLink(Link):
         self.streams.append(stream)
         return stream
 
+    def list_sinks(self) -> list[Sink]:
+        return [stream.sink for stream in self.streams]
+
     def end_streams(self, kind: EndKind, message: str) -> None:
         streams, self.streams = self.streams, []
         for stream in streams:

@@ -36,6 +36,7 @@ from gateway.token_counts import TokenCounter
 from gateway.values import Budget, BudgetKind, Caller, InferenceRequest, ModelEntry, OwnedBudget, Priority
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
+from nodes.states import Windows
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, FakeStream
@@ -116,7 +117,7 @@ class Gateway:
 
     def link(self, *models: str, slots: int = 1, paths: set[str] | None = None) -> FakeLink:
         link = FakeLink(*models or ("m",), slots=slots)
-        link.stale_after_s = link.offline_after_s = 600.0  # nobody says for it that it is there
+        link.windows = Windows(600.0, 600.0, 600.0)  # nobody says for it that it is there
         if paths is not None:
             link.endpoints = {model: frozenset(paths) for model in link.models}
         self.registry.add(link)

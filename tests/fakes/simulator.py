@@ -22,7 +22,7 @@ from core.limits import GatewayLimits
 from gateway.dialects.surface import SURFACES
 from gateway.request.models import KeyEntry
 from gateway.values import Caller, Priority
-from nodes.links.port import EndKind, Sink
+from nodes.links.port import EndKind, Link, Sink
 from nodes.session import OpenRequest
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.links import FakeLink, FakeStream
@@ -62,6 +62,8 @@ class Report:
     statuses: Counter[int] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     left: int = 0
+    held: int = 0
+    """Failover slots that were seen held, by the looks at them."""
     broken: list[str] = field(default_factory=list)
     """What did not hold, in sentences."""
     cpu_s: float = 0.0
@@ -69,7 +71,8 @@ class Report:
     def __str__(self) -> str:
         what = f"seed {self.seed}: {self.scale.nodes} nodes, {self.scale.seconds:g} virtual seconds, {self.cpu_s:.1f} s of CPU"
         counts = [f"{name} {dict(sorted(found.items()))}" for name, found in self._counts().items()]
-        return "\n  ".join([what, *counts, f"clients that left: {self.left}", *(f"BROKEN: {one}" for one in self.broken)])
+        told = f"clients that left: {self.left}, failover slots seen: {self.held}"
+        return "\n  ".join([what, *counts, told, *(f"BROKEN: {one}" for one in self.broken)])
 
     def _counts(self) -> dict[str, Counter[Any]]:  # Any: words and numbers
         return {"records": self.states, "answers": self.statuses, "faults": self.faults}
@@ -323,12 +326,30 @@ class Simulation:
 
     def _look(self) -> None:
         for gateway in self.gateways:
+            held = self._look_at_failover(gateway)
             for link in gateway.registry:
                 assert isinstance(link, FakeLink)
                 if not 0 <= link.active <= link.max_concurrent:
                     self._complain(f"{link.node_name} runs {link.active} of {link.max_concurrent} requests")
-                if len(link.streams) > link.active:
-                    self._complain(f"{link.node_name} has {len(link.streams)} streams and counts {link.active}")
+                if len(link.streams) + held[link] > link.active:
+                    what = f"{len(link.streams)} streams and {held[link]} slots held for others"
+                    self._complain(f"{link.node_name} has {what}, and counts {link.active}")
+
+    def _look_at_failover(self, gateway: Gateway) -> Counter[Link]:
+        """Return how many slots of each node are held for requests of nodes that are silent."""
+        found: Counter[Link] = Counter()
+        for job, silent in gateway.pipeline.failover.held.items():
+            if job.failover is None or job.failover.released:
+                continue
+            found[job.failover.link] += 1
+            if job.failover.link is silent:
+                self._complain(f"{silent.node_name} holds a slot for its own request")
+            if not silent.closed and 1.5 < silent.silence_s < silent.windows.failover_s:
+                self._complain(f"{silent.node_name} was heard, and slots are held for its requests")
+        self.report.held += found.total()
+        if found.total() > self.limits.failover_slots:
+            self._complain(f"{found.total()} failover slots are held")
+        return found
 
     def _complain(self, what: str) -> None:
         if len(self.report.broken) < 20:

@@ -172,11 +172,11 @@ def test_the_published_pattern_finds_every_kind_of_credential() -> None:
 
 def test_the_documented_metrics_are_those_of_the_registry_with_their_labels() -> None:
     from gateway import metrics as of_gateway
-    from nodes import channel, consumers
+    from nodes import agents, channel, consumers
     from nodes.links import registry
     from nodes.links.keeper import FLEET
 
-    held = [value for module in (of_gateway, channel, consumers, registry) for value in vars(module).values()]
+    held = [value for module in (of_gateway, agents, channel, consumers, registry) for value in vars(module).values()]
     families: list[Any] = [value for value in held if isinstance(value, MetricWrapperBase)]
     families += [family for own in (of_gateway.COUNTERS, FLEET) for family in own.collect()]
     exported = set()

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -38,7 +39,7 @@ GATEWAY = {
     "queue_s": 5.0, "request_s": REQUEST_S, "no_node_wait_s": 2.0, "stream_ping_s": 2.5, "client_write_s": 4.0,
     "shutdown_grace_s": 1.0,
 }  # fmt: skip
-NODES = {"heartbeat_interval_s": 1.0, "stale_after_s": 2.0, "offline_after_s": 3.0}
+NODES = {"heartbeat_interval_s": 1.0, "stale_after_s": 2.0, "offline_after_s": 4.0}
 RUNNER = {
     "connect_s": 3.0, "ack_s": 3.0, "silence_s": SILENCE_S, "heartbeat_s": 1.0, "reconnect_max_s": 1.0, "auth_retry_s": 1.0,
     "healthy_after_s": 1.0, "drain_s": 3.0,
@@ -200,6 +201,15 @@ class QueueAndLinks(RuleBasedStateMachine):
             self.disturb(node)
             self.act(lambda: node.link.cut(untold=untold, let_through=let_through))
 
+    @rule(which=WHICH)
+    def miss_two_heartbeats(self, which: int) -> None:
+        """A node that works on something is not heard for long enough that slots elsewhere are held for that."""
+        node = self.node(which)
+        if node is not None and node.engine.running:
+            self.disturb(node)
+            self.act(lambda: node.link.stall(Way.UP))
+            self.run(self.fleet.advance(2.5))
+
     @rule(which=WHICH, way=WAYS)
     def stall(self, which: int, way: Way | None) -> None:
         if (node := self.node(which)) is not None:
@@ -241,6 +251,21 @@ class QueueAndLinks(RuleBasedStateMachine):
         queue = self.fleet.runtime.dispatcher._queue
         waiting = queue.list_waiting(queue.models)
         assert sum(not waiter.job.attempts for waiter in waiting) <= MAX_QUEUE
+
+    @invariant()
+    def every_slot_has_one_holder(self) -> None:
+        """A request that runs on a node, or one that may need it because its own node fell silent."""
+        runtime, held = self.fleet.runtime, Counter[object]()
+        for job, silent in runtime.pipeline.failover.held.items():
+            if job.failover is None or job.failover.released:
+                continue
+            held[job.failover.link] += 1
+            assert job.failover.link is not silent
+            assert not silent.closed, "whatever ran on a node that was given up has taken its slot, or ended"
+            is_silent = silent.silence_s >= silent.windows.failover_s
+            assert is_silent or silent.silence_s <= runtime.limits.tick_s, "a node was heard, and its slots are held on"
+        for link in runtime.registry:
+            assert link.active == len(link.list_sinks()) + held[link]
 
     @invariant()
     def nothing_broke(self) -> None:

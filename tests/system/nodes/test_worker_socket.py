@@ -161,7 +161,7 @@ async def test_a_box_is_acknowledged_linked_and_marked_as_connected() -> None:
         assert (ack.heartbeat_interval_s, ack.window_bytes, ack.gateways) == (5.0, WIRE.stream_window_bytes, ["http://gw"])
         assert ack.accepting is True
         assert (link.node_name, link.max_concurrent, link.epoch, link.credential_id) == ("rig", 2, 1, credential.pk)
-        assert (link.external_load, link.stale_after_s, link.offline_after_s) == (1, 10.0, 15.0)
+        assert (link.external_load, link.windows) == (1, (10.0, 10.0, 15.0))
         assert door.registry.served_models() == ["m"]
         assert await NodePresence.objects.filter(node_id=link.node_id, connected=True).aexists()
     assert len(door.registry) == 0
@@ -169,7 +169,7 @@ async def test_a_box_is_acknowledged_linked_and_marked_as_connected() -> None:
     assert len(await sync_to_async(audited)("node.disconnect")) == 1
     async with linked(version=bridge.BRIDGE_V1) as (_, socket, link):
         assert list(json.loads(socket.sent[1]["text"])) == ["type", "worker_id", "models", "protocol_version"]
-        assert link.offline_after_s == 45.0
+        assert link.windows == (30.0, 30.0, 45.0)
 
 
 async def test_a_cordoned_box_comes_back_cordoned_and_within_the_limits_of_the_socket() -> None:

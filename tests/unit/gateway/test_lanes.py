@@ -27,6 +27,7 @@ from gateway.request.client import Receive, Scope, Send
 from gateway.urls import make_inference
 from nodes.links import EndKind, Sink
 from nodes.session import OpenRequest
+from nodes.states import Windows
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
 from tests.fakes.limits import set_limits
@@ -192,7 +193,7 @@ class Lane:
         self.database = MemoryDatabase()
         self.gateway = Gateway(connect=self.database.connect, limits=limits().gateway)
         self.node = Node(name="node", node_id=uuid.UUID(int=7))
-        self.node.stale_after_s = self.node.offline_after_s = 1e9
+        self.node.windows = Windows(1e9, 1e9, 1e9)
         self.node.reports_usage = True
         self.gateway.registry.add(self.node)
         self.share = give_budget(self.gateway, BUDGET)
@@ -424,6 +425,25 @@ async def test_a_request_that_takes_too_long_is_ended_at_its_deadline() -> None:
         assert stream.cancelled == "timeout"
         assert lane.transport.said.startswith(b"HTTP/1.1 504 ")
         assert [row["state"] for row in lane.database.rows.values()] == ["completed", "failed"]
+    finally:
+        await lane.close()
+
+
+async def test_a_request_whose_node_falls_silent_gets_a_slot_elsewhere_and_needs_it() -> None:
+    lane = Lane(is_known=True)
+    try:
+        stream = await ask_in_vain(lane, BODIES[0])  # type: ignore[arg-type]  # it is an object
+        other = lane.gateway.link("m")
+        lane.node.windows = Windows(0.0, 0.0, 1e9)
+        lane.gateway.dispatcher._keeper.tick()
+        assert (lane.protocol.fast, other.active, len(other.streams)) == (None, 1, 0)
+        lane.gateway.registry.remove(lane.node)
+        await eventually(lambda: other.streams)
+        other.streams[0].answer(REPLY)
+        await lane.rest()
+        assert stream not in lane.node.streams
+        assert lane.transport.said.endswith(REPLY)
+        assert other.active == 0
     finally:
         await lane.close()
 

@@ -298,6 +298,7 @@ async def test_ending_the_streams_of_a_link_is_heard_once_by_each() -> None:
         link, sinks = make_link(upstream.port), [RequestSink() for _ in range(3)]
         for sink in sinks:
             link.open_stream(a_request(), sink)
+        assert link.list_sinks() == sinks
         for sink in sinks:
             await sink.wait(lambda sink=sink: sink.parts)  # type: ignore[misc]
         link.end_streams(EndKind.RECLAIMED, "reclaimed")
@@ -305,6 +306,7 @@ async def test_ending_the_streams_of_a_link_is_heard_once_by_each() -> None:
         link.close("done")
         await turns(10)
         assert [sink.kinds for sink in sinks] == [[EndKind.RECLAIMED]] * 3
+        assert not link.list_sinks()
 
 
 @pytest.mark.parametrize(("word", "kind"), [("busy", EndKind.BUSY), ("gone", EndKind.LINK_LOST)])

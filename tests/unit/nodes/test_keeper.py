@@ -31,13 +31,23 @@ from nodes.operations.hold import NODE_DRAIN, NODE_EVICT
 from nodes.operations.load import MODEL_LOAD, MODEL_UNLOAD
 from nodes.operations.targets import Field, clean_params
 from nodes.session import ServerSession
-from nodes.states import TOKENIZE, DrainCount, Freshness, NodeFacts, NodeRow, Unavailable, judge_availability
+from nodes.states import (
+    TOKENIZE,
+    DrainCount,
+    Freshness,
+    Health,
+    NodeFacts,
+    NodeRow,
+    Unavailable,
+    freshness_windows,
+    judge_availability,
+)
 from tests.fakes.clock import virtual_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, RequestSink, make_row, open_request
 from tests.fakes.waiting import turns
 from wire import bridge, clock
-from wire.agent import METALYARD
+from wire.agent import METALYARD, METALYARD_RELAY
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.optoken.approval import canonical
@@ -503,6 +513,9 @@ async def test_whatever_nodes_call_themselves_and_their_gpus_series_stay_few_and
         counts.append(sum(len(family.samples) for family in families))
         (statuses,) = (family for family in families if family.name == "muster_nodes")
         assert {sample.labels["status"] for sample in statuses.samples} == {status.value for status in NodeStatus}
+    setting.apply(*[make_row(uuid.uuid4(), protocol=protocol) for protocol in ("", MUSTER_V1, METALYARD) for _ in range(9)])
+    assert scrape(setting.keeper).count("\nmuster_sessions{") == 3 * len(Health)
+    assert '\nmuster_sessions{health="healthy",protocol="contract-v1"} 9.0\n' in scrape(setting.keeper)
     assert set(counts) == {counts[0]}, "a name or a GPU that is gone leaves no series"
     assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + most.report_gpus)
 
@@ -568,6 +581,45 @@ def test_every_combination_has_the_status_that_overrides_most() -> None:
 )
 def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], unavailable: Unavailable | None) -> None:
     assert judge_availability(replace(WELL, **changes), NodeLimits()).unavailable is unavailable
+
+
+@pytest.mark.parametrize(
+    ("protocol", "ages"),
+    [
+        ("", {"healthy": 9.9, "failing": 10.0, "dead": 15.0}),
+        (MUSTER_V1, {"healthy": 9.9, "failing": 14.9, "dead": 15.0}),
+        (BRIDGE_V1, {"healthy": 29.9, "failing": 30.0, "dead": 45.0}),
+        (METALYARD, {"healthy": 16.9, "suspect": 17.0, "failing": 32.0, "dead": 47.0}),
+        (METALYARD_RELAY, {"healthy": 16.9, "suspect": 31.9, "failing": 46.9, "dead": 47.0}),
+    ],
+)
+def test_each_session_is_judged_by_the_heartbeats_that_it_missed(protocol: str, ages: dict[str, float]) -> None:
+    for health, age_s in ages.items():
+        found = judge_availability(replace(WELL, protocol=protocol, age_s=age_s), NodeLimits())
+        assert found.health.value == health
+        assert (found.unavailable is None) == (health == "healthy"), "what is not healthy gets nothing new"
+        assert (found.status is NodeStatus.OFFLINE) == (health == "dead")
+
+
+@pytest.mark.parametrize(
+    ("changes", "health"),
+    [
+        ({"age_s": None}, Health.REGISTERING),
+        ({"reported": NodeStatus.OFFLINE}, Health.OFFLINE),
+        ({"reported": NodeStatus.DRAINING}, Health.DRAINING),
+        ({"draining": True}, Health.DRAINING),
+        ({"draining": True, "age_s": 15.0}, Health.DEAD),
+        ({"reported": NodeStatus.ERROR}, Health.HEALTHY),
+    ],
+)
+def test_the_health_of_a_session_says_also_whether_it_began_drains_or_left(changes: dict[str, Any], health: Health) -> None:
+    assert judge_availability(replace(WELL, **changes), NodeLimits()).health is health
+
+
+def test_shorter_settings_bring_the_second_heartbeat_forward_and_it_never_comes_after_the_end() -> None:
+    policy = NodeLimits(heartbeat_interval_s=1.0, stale_after_s=1.5, offline_after_s=1.8, agent_heartbeat_s=4.0)
+    assert freshness_windows(policy, protocol="") == (1.5, 1.8, 1.8)
+    assert freshness_windows(policy, protocol=METALYARD) == (6.0, 10.0, 14.0)
 
 
 # Settings
