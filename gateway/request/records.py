@@ -35,7 +35,7 @@ from gateway import metrics
 from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
 from gateway.metrics import RECORDS_DROPPED
 from gateway.request.identity import RateLimiter
-from gateway.services.usage import ADD_USAGE
+from gateway.services.usage import ADD_USAGE, RECORDED
 from gateway.values import Caller, Decided, InferenceRequest, RequestOutcome, judge_outcome
 from wire import clock
 from wire.bridge import TokenCounts
@@ -130,7 +130,7 @@ STATEMENTS = {
     f"FROM json_to_recordset($1::json) AS i({_RECORDSET}) "
     f"ON CONFLICT (id, created_at) DO UPDATE SET {_ASSIGNMENTS} WHERE r.state IN ({_OPEN}) OR {_IS_UNDONE}"
     # The one statement that makes a row final writes what it used, so that both are there or neither.
-    f" RETURNING r.*) {ADD_USAGE.format(source='written')}"
+    f" RETURNING {RECORDED}) {ADD_USAGE.format(source='written')}"
 }
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 
 from core.limits import limits
 from gateway import metrics
@@ -20,7 +21,7 @@ from gateway.request.records import Record, RecordWriter
 from gateway.services.requests import close_orphaned_requests
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import ACCEPT_S, Rows, count, is_waited_for, make_record, read, written
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import DEADLINE_S, eventually
 from wire.contract import RequestState
 
 
@@ -110,6 +111,32 @@ async def test_what_a_request_used_is_written_with_its_end_and_once(writer: Reco
 
     assert usage_of(rows, record) == [("completed", 1011, 521, False)]
     assert usage_of(rows, open_one) == []
+
+
+async def test_a_request_that_two_end_at_the_same_moment_leaves_one_event(writer: RecordWriter, rows: Rows) -> None:
+    record = make_record(gateway_id=uuid.uuid4())  # of a gateway that nobody knows
+    record.created_at -= timedelta(seconds=60)
+    await writer.accept(record)
+    is_closed, may_commit = threading.Event(), threading.Event()
+
+    def take_over() -> None:
+        try:
+            with transaction.atomic():
+                close_orphaned_requests(dead_after_s=0.5, confirm_s=0.0)
+                is_closed.set()
+                assert may_commit.wait(DEADLINE_S)
+        finally:
+            connections.close_all()
+
+    closing = asyncio.create_task(asyncio.to_thread(take_over))
+    await eventually(is_closed.is_set)
+    record.state = RequestState.COMPLETED
+    await writer.finish(record)
+    await eventually(lambda: rows.execute(f"SELECT 1 {OURS} AND wait_event_type = 'Lock'").fetchone(), "it waits for the row")
+    may_commit.set()
+    await closing
+    await written(writer)
+    assert [state for state, *_ in usage_of(rows, record)] == ["interrupted"]
 
 
 async def test_an_estimate_charges_no_more_than_was_reserved(writer: RecordWriter, rows: Rows) -> None:

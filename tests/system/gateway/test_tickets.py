@@ -493,7 +493,7 @@ def test_a_node_speaks_for_its_own_tickets_alone() -> None:
     assert store_usage([(node.pk, report_of(record, ticket_id="tkt_0")), (node.pk, report_of(record, status="queued"))]) == []
     assert store_usage([(node.pk, report_of(record, record_id="req_x"))]) == []
     (ended,) = store_usage([(node.pk, report_of(record, bytes_out=10_000))])
-    assert [event.pk for event in UsageEvent.objects.all()] == [record.pk], "what it used is told once"
+    assert [event.event_id for event in UsageEvent.objects.all()] == [record.pk], "what it used is told once"
     assert update_figures() == 0, "a node does not praise itself"
     assert ended.state is RequestState.COMPLETED
     record.refresh_from_db()
@@ -515,5 +515,5 @@ def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_b
         record.refresh_from_db()
     assert [record.state for record in (fresh, unused, late)] == ["running", "cancelled", "interrupted"]
     assert (unused.error_code, read_traffic().failed) == ("TICKET_UNUSED", 1), "a ticket that nobody used has not failed"
-    assert {event.pk: event.tokens for event in UsageEvent.objects.all()} == {unused.pk: 90, late.pk: 80}, "at the cap"
+    assert {event.event_id: event.tokens for event in UsageEvent.objects.all()} == {unused.pk: 90, late.pk: 80}, "at the cap"
     assert store_usage([(node.pk, report_of(late))]) == [], "what has ended stays as it is"
