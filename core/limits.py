@@ -566,9 +566,23 @@ class GatewayLimits:
     budget_round_s: float = bound(
         0.4, "s", "A gateway tells Valkey again what was used of budgets, and gives back what others want."
     )
-    budget_hello_s: float = bound(2.0, "s", "A gateway that holds nothing of any budget tells Valkey so again.")
-    budget_valkey_s: float = bound(0.5, "s", "A round that Valkey did not answer counts as lost: gateways use what they hold.")
-    budget_tries: int = bound(3, "rounds", "A request for which the budget is held by other gateways is refused with 429.")
+    budget_hello_s: float = bound(
+        2.0, "s", "A gateway that holds nothing of any budget tells Valkey so again, and looks who else reaches Valkey."
+    )
+    budget_valkey_s: float = bound(0.5, "s", "A round that Valkey did not answer counts as lost; after two PostgreSQL deals.")
+    budget_database_s: float = bound(2.0, "s", "A round that PostgreSQL did not answer counts as lost.")
+    budget_share_percent: float = bound(
+        0.0,
+        "%",
+        "A gateway takes no larger part of what is free of a budget without a need; 0 = an even one.",
+        setting="MUSTER_BUDGET_SHARE_PERCENT",
+        minimum=0,
+    )
+    budget_tries: int = bound(
+        3,
+        "rounds",
+        "A request for which the budget is held by other gateways is refused with 429; after twice as many with 503.",
+    )
     budget_waiting: int = bound(1_000, "requests", "One more that waits for a share of a budget is refused with 503.")
     budget_counters: int = bound(500, "counters", "Further ones are told to a new Valkey with another message.")
     budget_idle_s: float = bound(60.0, "s", "A gateway forgets a budget of which nothing is used.")

@@ -29,6 +29,16 @@ FAILOVER_SLOTS = Counter(
     "muster_failover_slots_total", "Slots held for requests of nodes that missed two heartbeats, and used by them", ["event"]
 )
 FAILOVER_HELD = Gauge("muster_failover_slots_held", "Slots held now for requests of nodes that missed two heartbeats")
+BUDGET_REFUSALS = Counter(
+    "muster_budget_refusals_total",
+    "Requests refused for a hard budget: used up, or because nobody could say what is left",
+    ["kind", "reason"],
+)
+BUDGETS_HELD = Gauge("muster_budgets_held", "Limits and budgets of which this gateway holds a share")
+BUDGET_ERRORS = Counter("muster_budget_errors_total", "Rounds of budgets that were not answered", ["dealer"])
+VALKEY_AWAY_SINCE = Gauge(
+    "muster_budgets_valkey_away_since_seconds", "When Valkey last stopped to answer rounds of budgets, 0 = it answers"
+)
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")

@@ -332,6 +332,22 @@ class UsageEvent(models.Model):
         return format_id("req", self.event_id)
 
 
+class BudgetShares(models.Model):
+    """What gateways hold of a counter in a term in which PostgreSQL deals out budgets (``gateway.services.shares``).
+
+    ``name``: of the counter, empty for the row of the term itself. Those of the last term stay until the next one begins.
+    """
+
+    name = models.CharField(primary_key=True, max_length=400)
+    state = models.JSONField()
+
+    class Meta:
+        verbose_name_plural = "budget shares"
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class UsageDelivery(models.Model):
     """How far a webhook got the usage events, in their order. ``webhook_id``: of governance's table."""
 

@@ -45,6 +45,7 @@ from gateway.request.records import RecordWriter
 from gateway.request.tickets import TicketOffice
 from gateway.services.models import remember_models
 from gateway.services.requests import close_orphaned_requests
+from gateway.services.shares import DealerTable
 from gateway.services.tickets import find_ended, store_usage
 from gateway.services.usage import Spent
 from gateway.token_counts import TokenCounter
@@ -140,6 +141,7 @@ class GatewayRuntime:
             gateway_id=self.gateway_id,
             valkey=cast("Valkey", self.valkey),  # redis-py says that a call may be sync or async
             spending=Spent(),
+            terms=DealerTable(),
             in_thread=run_upkeep,
             find_others=lambda: self.keeper.other_gateways,
             currency=settings.CURRENCY,

@@ -7,7 +7,8 @@ its use is given back every ``budget_round_s`` once another gateway wants it.
 
 What gateways used that are gone is in PostgreSQL alone (``gateway.services.usage``). A counter that Valkey does not know begins
 with that sum, and nothing is dealt out before. A Valkey that began anew (``run_id``, or no epoch) is told by each gateway what
-it holds; before all that live have said so, no sum is asked for. While Valkey is away each admits from what it holds.
+it holds; before all that live have said so, no sum is asked for. While Valkey is away PostgreSQL deals by the same rule
+(``gateway.services.shares``), once all gateways that live have told it what they hold.
 """
 
 from __future__ import annotations
@@ -29,40 +30,44 @@ import redis.exceptions
 from django.db import DatabaseError, InterfaceError
 
 from core.limits import limits
+from gateway import metrics
 from gateway.errors import BudgetExhausted, BudgetUnknown
+from gateway.services.shares import Answer, Claim, Holding, Order, read_answer
 from gateway.values import MILLION, BudgetKind, Caller, Counter, OwnedBudget, Price, find_window
 from wire import clock
 
 logger = logging.getLogger("muster.gateway")
 
 _EPOCH = "{muster.budgets}"
-# KEYS: the epoch, then the counters. ARGV: gateway, id of an epoch that begins now, the epoch it knows, whether it says what it
-# holds (1 = with this the last of it, 2 = some of it), how many gateways share, and a JSON list of [amount, used, what it keeps
-# above that, need, smallest need (0 = it gives all back), seconds to live, 1 = there is no sum to begin with].
-# Answers the epoch alone to a gateway that has not said yet what it holds in it; else for each counter what it holds now, what
-# it could have more if all others gave back, whether the sum to begin with is known, whether another one wants some, and who
-# holds some too.
+# KEYS: the epoch, then the counters. ARGV: the fields of an Order in their order, where the claims are a JSON list.
+# The rule is ``gateway.services.shares.deal``. Answers the epoch and its term, then for each counter the fields of a Holding;
+# the epoch and its term alone to a gateway that has not said yet what it holds in it.
 _DEAL = """
 local epoch, gateway, now = KEYS[1], ARGV[1], tonumber(redis.call('TIME')[1])
+local new_id, known_id, says, parts = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local number, term, claims = tonumber(ARGV[6]), tonumber(ARGV[7]), cjson.decode(ARGV[8])
 local run = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
-local id = redis.call('HGET', epoch, 'id')
-if not id or redis.call('HGET', epoch, 'run') ~= run then
+local known = redis.call('HMGET', epoch, 'id', 'run', 'term', 's:' .. gateway, 'g:' .. gateway)
+local id, known_run, known_term, last, joined = unpack(known)
+known_term = tonumber(known_term) or 0
+if not id or known_run ~= run or known_term < term then
+  known_term = math.max(known_term, term)
   redis.call('DEL', epoch)
-  id = ARGV[2]
-  redis.call('HSET', epoch, 'id', id, 'run', run)
+  id, last, joined = new_id, false, false
+  redis.call('HSET', epoch, 'id', id, 'run', run, 'term', tostring(known_term))
 end
-if id ~= ARGV[3] or (ARGV[4] == '0' and redis.call('HEXISTS', epoch, 'g:' .. gateway) == 0) then return {id} end
-if ARGV[4] == '1' then redis.call('HSET', epoch, 'g:' .. gateway, '1') end
-local answer, share = {id}, tonumber(ARGV[5])
-local function text(number) return string.format('%.0f', number) end
-for index, asked in ipairs(cjson.decode(ARGV[6])) do
-  local key, amount, used, floor, need, least = KEYS[index + 1], asked[1], asked[2], asked[2] + asked[3], asked[4], asked[5]
+if id ~= known_id or number <= (tonumber(last) or 0) or (says == '0' and not joined) then return {id, tostring(known_term)} end
+redis.call('HSET', epoch, 's:' .. gateway, tostring(number))
+if says == '1' then redis.call('HSET', epoch, 'g:' .. gateway, '1') end
+local answer = {}
+local function text(figure) return string.format('%.0f', figure) end
+for index, claim in ipairs(claims) do
+  local key, amount, used, keep, need, least = KEYS[index + 1], claim[1], claim[2], claim[3], claim[4], claim[5]
   if redis.call('HGET', key, 'epoch') ~= id then
     redis.call('DEL', key)
     redis.call('HSET', key, 'epoch', id)
-    if asked[7] == 1 then redis.call('HSET', key, 'base', '0') end
   end
-  local base, others, others_used, is_wanted, wants, who = nil, 0, 0, false, false, {}
+  local base, others, others_used, is_wanted, wants, is_known, who = nil, 0, 0, false, false, false, {}
   local found = redis.call('HGETALL', key)
   for at = 1, #found, 2 do
     local name, value = found[at], found[at + 1]
@@ -71,27 +76,29 @@ for index, asked in ipairs(cjson.decode(ARGV[6])) do
     elseif kind == 'w:' and tonumber(value) < now then redis.call('HDEL', key, name)
     elseif kind == 'w:' and owner == gateway then wants = true
     elseif kind == 'w:' then is_wanted = true
-    elseif kind == 'h:' and owner ~= gateway then others = others + tonumber(value); who[#who + 1] = owner
+    elseif kind == 'h:' and owner == gateway then is_known = true
+    elseif kind == 'h:' then others = others + tonumber(value); who[#who + 1] = owner
     elseif kind == 'u:' and owner ~= gateway then others_used = others_used + tonumber(value) end
   end
-  local give, possible = 0, 0
+  local free, possible = 0, 0
   if base then
-    local free = math.max(0, amount - base - others - floor)
-    possible = math.max(0, amount - base - others_used - floor)
-    give = math.min(need, free)
-    if give < least then give = 0 end
-    if need > free and least <= possible then
-      redis.call('HSET', key, 'w:' .. gateway, tostring(now + 2))
-    elseif least > 0 and not (is_wanted or wants) then
-      give = math.max(give, math.floor(free / share))
-    end
+    free, possible = math.max(0, amount - base - others - used), math.max(0, amount - base - others_used - used)
   end
-  redis.call('HSET', key, 'h:' .. gateway, text(floor + give), 'u:' .. gateway, text(used))
-  redis.call('EXPIRE', key, asked[6])
-  local flags = {base and '1' or '0', is_wanted and '1' or '0'}
-  answer[#answer + 1] = {text(floor + give), text(possible), flags[1], flags[2], table.concat(who, ' ')}
+  if says == '0' and not is_known then keep = math.min(keep, free) end
+  free, possible = math.max(0, free - keep), math.max(0, possible - keep)
+  local give = math.min(need, free)
+  if give < least then give = 0 end
+  if base and need > free and least <= possible then
+    redis.call('HSET', key, 'w:' .. gateway, tostring(now + 2))
+  elseif base and least > 0 and not (is_wanted or wants) then
+    give = math.max(give, math.floor(free / parts))
+  end
+  local held = text(used + keep + give)
+  redis.call('HSET', key, 'h:' .. gateway, held, 'u:' .. gateway, text(used))
+  redis.call('EXPIRE', key, claim[6])
+  answer[index] = {held, text(possible), base and '1' or '0', is_wanted and '1' or '0', table.concat(who, ' ')}
 end
-return answer
+return {id, tostring(known_term), answer}
 """
 # KEYS: the epoch, a counter. ARGV: the epoch it is for, the sum to begin with.
 _BEGIN = """
@@ -106,6 +113,8 @@ redis.call('HDEL', KEYS[2], 'u:' .. ARGV[2])
 redis.call('HINCRBY', KEYS[2], 'base', ARGV[3])
 return 1
 """
+# A write, so that a Valkey that only reads does not count as there.
+_PING = "return redis.call('HDEL', KEYS[1], 'nothing')"
 
 
 class Spending(Protocol):
@@ -244,13 +253,87 @@ class Valkey(Protocol):
     def hkeys(self, name: str) -> Awaitable[list[bytes]]: ...
 
 
-_AWAY = (redis.exceptions.RedisError, OSError, TimeoutError)
+class Dealer(Protocol):
+    """Who deals out the counters (``gateway.services.shares``)."""
+
+    async def deal(self, order: Order) -> Answer: ...
+    async def begin(self, *, epoch_id: str, name: str, base: int) -> None: ...
+    async def absorb(self, *, epoch_id: str, name: str, gateway: str, used: int) -> None: ...
+    async def list_joined(self) -> list[str]: ...
+
+
+_AWAY = (redis.exceptions.RedisError, DatabaseError, InterfaceError, OSError, TimeoutError)
+
+
+class ValkeyDealer:
+    """Valkey as the dealer."""
+
+    def __init__(self, valkey: Valkey) -> None:
+        self._valkey = valkey
+
+    async def deal(self, order: Order) -> Answer:
+        said = await self._valkey.eval(
+            _DEAL, 1 + len(order.claims), _EPOCH, *order.claims, order.gateway, order.new_id, order.known_id, str(order.says),
+            repr(order.parts), str(order.number), str(order.term), msgspec.json.encode(list(order.claims.values())).decode(),
+        )  # fmt: skip
+        return read_answer(said)
+
+    async def begin(self, *, epoch_id: str, name: str, base: int) -> None:
+        await self._valkey.eval(_BEGIN, 2, _EPOCH, name, epoch_id, str(base))
+
+    async def absorb(self, *, epoch_id: str, name: str, gateway: str, used: int) -> None:
+        await self._valkey.eval(_ABSORB, 2, _EPOCH, name, epoch_id, gateway, str(used))
+
+    async def list_joined(self) -> list[str]:
+        return [name[2:].decode() for name in await self._valkey.hkeys(_EPOCH) if name.startswith(b"g:")]
+
+    async def ping(self) -> None:
+        await self._valkey.eval(_PING, 1, _EPOCH)
+
+
+class Terms(Protocol):
+    """PostgreSQL as the dealer (``gateway.services.shares.DealerTable``). They run in a thread and raise DatabaseError."""
+
+    def read_term(self) -> tuple[int, bool]: ...
+    def deal(self, order: Order, *, now: int, reaches: bool, living: Collection[str]) -> Answer: ...
+    def begin(self, *, epoch_id: str, name: str, base: int) -> None: ...
+    def absorb(self, *, epoch_id: str, name: str, gateway: str, used: int) -> None: ...
+    def list_joined(self) -> list[str]: ...
+
+
+class TermDealer:
+    """PostgreSQL as the dealer, for a gateway that reaches Valkey or not (``reaches``)."""
+
+    reaches = False
+
+    def __init__(self, terms: Terms, in_thread: Callable[..., Awaitable[Any]], living: Callable[[], Collection[str]]) -> None:
+        self._terms, self._in_thread, self._living = terms, in_thread, living
+
+    async def deal(self, order: Order) -> Answer:
+        return cast(
+            "Answer",
+            await self._in_thread(
+                self._terms.deal, order, now=int(clock.unix_s()), reaches=self.reaches, living=self._living()
+            ),
+        )  # fmt: skip
+
+    async def begin(self, *, epoch_id: str, name: str, base: int) -> None:
+        await self._in_thread(self._terms.begin, epoch_id=epoch_id, name=name, base=base)
+
+    async def absorb(self, *, epoch_id: str, name: str, gateway: str, used: int) -> None:
+        await self._in_thread(self._terms.absorb, epoch_id=epoch_id, name=name, gateway=gateway, used=used)
+
+    async def list_joined(self) -> list[str]:
+        return cast("list[str]", await self._in_thread(self._terms.list_joined))
+
+    async def read_term(self) -> tuple[int, bool]:
+        return cast("tuple[int, bool]", await self._in_thread(self._terms.read_term))
 
 
 class Budgets:
-    """All shares of one gateway process. Everything is called on the event loop; ``run`` deals with Valkey.
+    """All shares of one gateway process. Everything is called on the event loop; ``run`` deals with the dealers.
 
-    ``find_others``: the ids of the other gateways that are alive. ``in_thread``: runs a function of ``spending``.
+    ``find_others``: the ids of the other gateways that are alive. ``in_thread``: runs a function of ``spending`` or ``terms``.
     """
 
     def __init__(
@@ -259,14 +342,18 @@ class Budgets:
         gateway_id: uuid.UUID,
         valkey: Valkey,
         spending: Spending,
+        terms: Terms,
         in_thread: Callable[..., Awaitable[Any]],  # Any: of whatever function
         find_others: Callable[[], Collection[uuid.UUID]],
         currency: str,
     ) -> None:
         self._gateway = str(gateway_id)
         self._gateway_id = gateway_id
-        self._valkey, self._spending, self._in_thread = valkey, spending, in_thread
+        self._spending, self._in_thread = spending, in_thread
         self._find_others, self._currency = find_others, currency
+        self._valkey = ValkeyDealer(valkey)
+        self._database = TermDealer(terms, in_thread, lambda: {self._gateway, *map(str, find_others())})
+        self._dealer: ValkeyDealer | TermDealer = self._valkey
         self._limits = limits().gateway
         self._shares: dict[Counter, Share] = {}
         self._needs: dict[Share, list[int]] = {}
@@ -275,8 +362,15 @@ class Budgets:
         self._wake = asyncio.Event()
         self._waiting = 0
         self._epoch = ""
+        self._term: int | None = None
+        """The newest that the gateway knows of, None before it asked."""
+        self._term_read_at = self._pinged_at = -math.inf
+        self._failures = 0
+        """Rounds since Valkey last answered."""
+        self._orders = itertools.count(1)
+        self._good_until = -math.inf
+        """When this gateway may be taken for gone (clock.monotonic()), so that its shares belong to others."""
         self._looked_at: dict[tuple[Counter, str], float] = {}
-        self.is_away = False
 
     # of a request
 
@@ -298,14 +392,22 @@ class Budgets:
         for tries in itertools.count():
             now = clock.monotonic()
             lacking = reservation.find_lacking(now)
-            if not lacking:
+            if not lacking and now <= self._good_until:
                 reservation.book(now)
                 return
             for share, amount in lacking:
                 self._require_possible(share, amount, now)
-                if tries >= self._limits.budget_tries:
-                    raise self._say_exhausted(share, amount) if share.is_begun else BudgetUnknown(retry_after_s=2)
+            if tries >= self._limits.budget_tries:
+                self._give_up(lacking, tries)
             await self._ask(lacking, is_again=tries > 0)
+
+    def _give_up(self, lacking: Sequence[tuple[Share, int]], tries: int) -> None:
+        """Raise BudgetExhausted where gateways hold the budget; after twice as many tries BudgetUnknown elsewhere."""
+        recent = clock.monotonic() - 2 * self._limits.budget_round_s
+        if lacking and all(share.is_begun and share.asked_at >= recent for share, _ in lacking):
+            raise self._say_exhausted(*lacking[0])
+        if tries >= 2 * self._limits.budget_tries:
+            raise self._say_unknown(lacking)
 
     def _find_share(self, owned: OwnedBudget) -> Share:
         counter = Counter(owned.owner, owned.budget.kind, find_window(owned.budget.kind, clock.now()))
@@ -318,27 +420,19 @@ class Budgets:
     def _require_possible(self, share: Share, amount: int, now: float) -> None:
         if amount > share.amount or not share.amount:
             raise self._say_exhausted(share, amount)
-        if self.is_away:
-            # Limits of now and of a minute are dealt out evenly to who holds none; budgets of money are not guessed at.
-            if share.is_begun:
-                raise self._say_exhausted(share, amount)
-            if share.counter.kind.is_budget:
-                raise BudgetUnknown(retry_after_s=2)
-            share.cap = max(1, share.amount // (1 + len(self._find_others())))
-            share.is_begun = True
-        elif (
+        if (
             share.is_begun
             and now - share.asked_at < self._limits.budget_round_s
             and amount > (share.find_slack(now) + share.possible)
         ):
             raise self._say_exhausted(share, amount)
 
-    async def _ask(self, lacking: Iterable[tuple[Share, int]], *, is_again: bool) -> None:
+    async def _ask(self, lacking: Sequence[tuple[Share, int]], *, is_again: bool) -> None:
         if self._waiting >= self._limits.budget_waiting:
-            raise BudgetUnknown(retry_after_s=2)
+            raise self._say_unknown(lacking)
         self._waiting += 1
         try:
-            if is_again and not self.is_away:  # the others give back what they do not use
+            if is_again:  # the others give back what they do not use
                 await asyncio.sleep(self._limits.budget_round_s * 1.25)
             for share, amount in lacking:
                 self._needs.setdefault(share, []).append(amount)
@@ -351,8 +445,14 @@ class Budgets:
         finally:
             self._waiting -= 1
 
+    def _say_unknown(self, lacking: Iterable[tuple[Share, int]]) -> BudgetUnknown:
+        for kind in {share.counter.kind for share, _ in lacking}:
+            metrics.BUDGET_REFUSALS.labels(kind, "unknown").inc()
+        return BudgetUnknown(retry_after_s=2)
+
     def _say_exhausted(self, share: Share, amount: int) -> BudgetExhausted:
         kind, label = share.counter.kind, share.label
+        metrics.BUDGET_REFUSALS.labels(kind, "exhausted").inc()
         has = self._print(kind, share.amount)
         window_s = self._limits.rate_window_s
         wait_s, when = 1.0, "as soon as one of them ends"
@@ -381,14 +481,15 @@ class Budgets:
         figure = f"{amount / MILLION:,.6f}".rstrip("0").rstrip(".") + f" {self._currency}" if kind.is_cost else f"{amount:,}"
         return f"{figure} {_UNITS[kind]}"
 
-    # with Valkey
+    # with the dealers
 
     async def run(self) -> None:
-        """Deal with Valkey for as long as the process lives."""
+        """Deal with Valkey or PostgreSQL for as long as the process lives."""
         held_at = -math.inf
         while True:
-            # Without a share too: nothing is dealt out of a new Valkey before all have said that they hold nothing.
-            pause_s = self._limits.budget_round_s if self._shares else self._limits.budget_hello_s
+            # Without a share too: nothing is dealt out of a new epoch before all have said that they hold nothing.
+            is_calm = not self._shares and not self._failures and self._dealer is self._valkey
+            pause_s = self._limits.budget_hello_s if is_calm else self._limits.budget_round_s
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, held_at + pause_s - clock.monotonic())):
                     await self._wake.wait()
@@ -396,14 +497,16 @@ class Budgets:
             is_due = clock.monotonic() >= held_at + pause_s
             if is_due:
                 held_at = clock.monotonic()
-            if is_due or not self.is_away:  # who waits while it is away is told so
+            if is_due or not self._failures or self._dealer is self._database:  # a Valkey that is away is asked once a round
                 await self.hold_round(is_due=is_due)
             asked, self._asked = self._asked, None
             if asked is not None and not asked.done():
                 asked.set_result(None)
+            if self._dealer is self._database:
+                await self._ping()
 
     async def hold_round(self, *, is_due: bool = True) -> None:
-        """Tell Valkey what was used, get what is needed, give back what others want."""
+        """Tell the dealer what was used, get what is needed, give back what others want."""
         needs, self._needs = self._needs, {}
         if is_due:
             self._forget_past()
@@ -413,40 +516,103 @@ class Budgets:
             else [*needs, *(s for s in self._shares.values() if s.is_wanted and s not in needs)]
         )
         try:
-            async with asyncio.timeout(self._limits.budget_valkey_s):
-                others = await self._deal(shares, needs)
-        except _AWAY as error:
-            if not self.is_away:
-                logger.warning("budgets.valkey_away error=%s; each gateway uses what it holds", type(error).__name__)
-            self.is_away = True
-            return
-        if self.is_away:
-            logger.info("budgets.valkey_back")
-        self.is_away = False
-        try:
+            await self._look_at_term(is_due=is_due)
+            others = await self._find_dealer_and_deal(shares, needs)
+            if others is None:
+                return
+            self._good_until = clock.monotonic() + self._limits.dead_s / 2
             await self._look_back(shares, needs, others)
-        except (*_AWAY, DatabaseError, InterfaceError) as error:
-            logger.warning("budgets.sum_unknown error=%s", type(error).__name__)
+        except _AWAY as error:
+            metrics.BUDGET_ERRORS.labels("postgresql").inc()
+            logger.warning("budgets.postgresql_away error=%s; the gateway uses what it holds", type(error).__name__)
+            return
+        metrics.BUDGETS_HELD.set(len(self._shares))
         if is_due and any(share.is_wanted and share.cap > share.used for share in shares):
             self._wake.set()
 
-    async def _deal(self, shares: Sequence[Share], needs: dict[Share, list[int]]) -> list[tuple[Share, str]]:
-        """Do one round with Valkey; return which gateways hold something of which counter."""
-        answer = await self._send(shares, needs, says="0")
-        if len(answer) == 1 and (shares or answer[0].decode() != self._epoch):
-            self._epoch = answer[0].decode()
-            shares = list(self._shares.values())
-            at_once = self._limits.budget_counters
-            parts = [shares[start : start + at_once] for start in range(0, len(shares), at_once)] or [[]]
-            others = []
-            for number, part in enumerate(parts, 1):
-                said = await self._send(part, needs, says="1" if number == len(parts) else "2")
-                others += self._take(part, said)
-            return others
-        return self._take(shares, answer)
+    async def _look_at_term(self, *, is_due: bool) -> None:
+        """Ask PostgreSQL now and then whether a term is open, because other gateways do not reach Valkey."""
+        now = clock.monotonic()
+        is_asked = self._term is None or (is_due and now >= self._term_read_at + self._limits.budget_hello_s)
+        if self._dealer is self._database or not is_asked:
+            return
+        async with asyncio.timeout(self._limits.budget_database_s):
+            term, is_open = await self._database.read_term()
+        self._term_read_at, self._term = now, max(term, self._term or 0)
+        if is_open and term == self._term:
+            self._leave_valkey(term)
 
-    async def _send(self, shares: Sequence[Share], needs: dict[Share, list[int]], *, says: str) -> list[Any]:
-        now, asked = clock.monotonic(), []
+    def _leave_valkey(self, term: int) -> None:
+        self._dealer, self._epoch, self._term = self._database, "", term
+        self._database.reaches, self._pinged_at = not self._failures, clock.monotonic()
+        logger.info("budgets.dealt_by_postgresql term=%d", term)
+
+    async def _find_dealer_and_deal(
+        self, shares: Sequence[Share], needs: dict[Share, list[int]]
+    ) -> list[tuple[Share, str]] | None:
+        """Deal with Valkey, and after it was away for two rounds with PostgreSQL; None = with nobody this time."""
+        if self._dealer is self._valkey:
+            try:
+                async with asyncio.timeout(self._limits.budget_valkey_s):
+                    others = await self._deal(shares, needs)
+            except _AWAY as error:
+                self._note_away(error)
+                if self._failures < 2:
+                    return None
+                self._leave_valkey((self._term or 0) + 1)
+            else:
+                self._note_there()
+                return others
+        async with asyncio.timeout(self._limits.budget_database_s):
+            return await self._deal(shares, needs)
+
+    def _note_away(self, error: Exception) -> None:
+        metrics.BUDGET_ERRORS.labels("valkey").inc()
+        if not self._failures:
+            metrics.VALKEY_AWAY_SINCE.set(clock.unix_s())
+            logger.warning("budgets.valkey_away error=%s; each gateway uses what it holds", type(error).__name__)
+        self._failures += 1
+
+    def _note_there(self) -> None:
+        if self._failures:
+            metrics.VALKEY_AWAY_SINCE.set(0)
+            logger.info("budgets.valkey_back")
+        self._failures = 0
+
+    async def _ping(self) -> None:
+        """Find out now and then whether Valkey is there again."""
+        if clock.monotonic() < self._pinged_at + self._limits.budget_hello_s:
+            return
+        try:
+            async with asyncio.timeout(self._limits.budget_valkey_s):
+                await self._valkey.ping()
+        except _AWAY as error:
+            self._note_away(error)
+        else:
+            self._note_there()
+        self._database.reaches, self._pinged_at = not self._failures, clock.monotonic()
+
+    async def _deal(self, shares: Sequence[Share], needs: dict[Share, list[int]]) -> list[tuple[Share, str]]:
+        """Do one round with the dealer; return which gateways hold something of which counter."""
+        answer = await self._send(shares, needs, says=0)
+        if answer.is_closed:
+            self._dealer, self._epoch, self._failures = self._valkey, "", 0
+            self._wake.set()
+            return []
+        if answer.holdings is not None:
+            return self._take(shares, answer.holdings)
+        self._epoch = answer.epoch
+        shares = list(self._shares.values())
+        at_once = self._limits.budget_counters
+        parts = [shares[start : start + at_once] for start in range(0, len(shares), at_once)] or [[]]
+        others = []
+        for number, part in enumerate(parts, 1):
+            said = await self._send(part, needs, says=1 if number == len(parts) else 2)
+            others += self._take(part, said.holdings or ())
+        return others
+
+    async def _send(self, shares: Sequence[Share], needs: dict[Share, list[int]], *, says: int) -> Answer:
+        now, claims, percent = clock.monotonic(), {}, self._limits.budget_share_percent
         for share in shares:
             slack = max(0, share.find_slack(now))
             keep = min(slack, share.booked) if share.is_wanted else slack
@@ -456,42 +622,46 @@ class Budgets:
             need, least = max(0, sum(wanted) - keep), max(1, min(wanted, default=1) - keep)
             if self._is_idle(share, now):
                 share.cap = keep = least = 0
-            asked.append(
-                [share.amount, share.used, keep, need, least, self._find_ttl(share), int(not share.counter.kind.is_budget)]
-            )
-        sharing = 1 + len(self._find_others())
-        return cast(
-            "list[Any]",
-            await self._valkey.eval(
-                _DEAL, 1 + len(shares), _EPOCH, *map(_name_key, shares), self._gateway, uuid.uuid4().hex,
-                self._epoch, says, str(sharing), msgspec.json.encode(asked).decode(),
-            ),
-        )  # fmt: skip
+            claims[_name_key(share)] = Claim(share.amount, share.used, keep, need, least, self._find_ttl(share))
+        order = Order(
+            gateway=self._gateway,
+            new_id=uuid.uuid4().hex,
+            known_id=self._epoch,
+            says=says,
+            parts=max(1.0, 100 / percent) if percent else 1 + len(self._find_others()),
+            number=next(self._orders),
+            term=self._term or 0,
+            claims=claims,
+        )
+        answer = await self._dealer.deal(order)
+        self._term = max(order.term, answer.term)
+        return answer
 
-    def _take(self, shares: Sequence[Share], answer: list[Any]) -> list[tuple[Share, str]]:
+    def _take(self, shares: Sequence[Share], holdings: Sequence[Holding]) -> list[tuple[Share, str]]:
+        """Take what the dealer says of these shares; nothing changes where another epoch has begun meanwhile."""
         others, now = [], clock.monotonic()
-        for share, (held, possible, is_begun, is_wanted, who) in zip(shares, answer[1:], strict=True):
+        for share, one in zip(shares, holdings, strict=False):
             # Whatever somebody wrote into Valkey: no share is larger than the whole.
-            share.cap, share.possible = min(int(held), max(share.amount, share.used)), int(possible)
-            share.is_begun, share.is_wanted, share.asked_at = is_begun == b"1", is_wanted == b"1", now
-            others += [(share, name) for name in who.decode().split()]
+            share.cap, share.possible = min(one.held, max(share.amount, share.used)), one.possible
+            share.is_begun, share.is_wanted, share.asked_at = one.is_begun, one.is_wanted, now
+            others += [(share, name) for name in one.others]
         return others
 
     async def _look_back(self, shares: Sequence[Share], needs: dict[Share, list[int]], others: list[tuple[Share, str]]) -> None:
+        dealer, now = self._dealer, clock.monotonic()
         new = [share for share in shares if not share.is_begun]
         if new:
-            names = await self._valkey.hkeys(_EPOCH)
-            joined = [uuid.UUID(name[2:].decode()) for name in names if name.startswith(b"g:")]
+            joined = [uuid.UUID(name) for name in await dealer.list_joined()]
             begun = False
             for share in new:
                 total = await self._in_thread(self._spending.sum_before, share.counter, without=joined)
                 if total is not None:
-                    await self._valkey.eval(_BEGIN, 2, _EPOCH, _name_key(share), self._epoch, str(total))
+                    await dealer.begin(epoch_id=self._epoch, name=_name_key(share), base=total)
                     begun = True
             if begun:
-                async with asyncio.timeout(self._limits.budget_valkey_s):
+                async with asyncio.timeout(self._limits.budget_database_s):
                     await self._deal(new, needs)
-        alive, now = {str(one) for one in self._find_others()}, clock.monotonic()
+        alive = {str(one) for one in self._find_others()}
         for share, name in others:
             look = (share.counter, name)
             if name in alive or not share.is_begun or now - self._looked_at.get(look, -math.inf) < self._limits.sweep_s:
@@ -499,7 +669,7 @@ class Budgets:
             self._looked_at[look] = now
             total = await self._in_thread(self._spending.sum_of_gone, share.counter, uuid.UUID(name))
             if total is not None:
-                await self._valkey.eval(_ABSORB, 2, _EPOCH, _name_key(share), self._epoch, name, str(total))
+                await dealer.absorb(epoch_id=self._epoch, name=_name_key(share), gateway=name, used=total)
                 del self._looked_at[look]
 
     def _is_idle(self, share: Share, now: float) -> bool:

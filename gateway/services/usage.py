@@ -92,6 +92,8 @@ class Spent:
             cursor.execute(_LIVING, values)
             if cursor.fetchone()[0]:
                 return None
+        if not counter.kind.is_budget:  # as in ``sum_of_gone``
+            return 0
         return self._sum(counter, "NOT (used.gateway_id = ANY(%(gateways)s::uuid[]))", [str(one) for one in without])
 
     def sum_of_gone(self, counter: Counter, gateway_id: uuid.UUID) -> int | None:

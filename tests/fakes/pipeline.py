@@ -24,7 +24,7 @@ from core.limits import GatewayLimits
 from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import RecordsUnavailable
 from gateway.process import GatewayRuntime
-from gateway.request.budgets import Budgets, Share, Spending, Valkey
+from gateway.request.budgets import Budgets, Share, Spending, Terms, Valkey
 from gateway.request.candidates import Candidate
 from gateway.request.dispatch import Dispatcher, Job
 from gateway.request.identity import KeyRing, RateLimiter
@@ -138,12 +138,13 @@ def give_budget(gateway: Gateway, tokens: int) -> Share:
     gateway.catalogue.apply_keys(keys, replace=True)
     gateway.pipeline.budgets = Budgets(
         gateway_id=gateway.gateway_id, valkey=cast("Valkey", None), spending=cast("Spending", None),
-        in_thread=cast("Callable[..., Awaitable[Any]]", None), find_others=tuple, currency="EUR",
+        terms=cast("Terms", None), in_thread=cast("Callable[..., Awaitable[Any]]", None), find_others=tuple, currency="EUR",
     )  # fmt: skip
     share = gateway.pipeline.budgets.draft(
         keys[0][1].caller, prompt_tokens=0, completion_tokens=0, prices={}
     ).wanted[0][0]  # fmt: skip
     share.cap, share.is_begun, share.asked_at = tokens, True, math.inf  # as if Valkey had dealt it out
+    gateway.pipeline.budgets._good_until = math.inf
     return share
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import math
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,15 +22,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from controlplane.launcher.valkey import Valkey as ValkeyServer
-from gateway.errors import BudgetExhausted, BudgetUnknown, GatewayError
+from gateway.errors import BudgetExhausted, BudgetUnknown
+from gateway.request import budgets as budgets_module
 from gateway.request.budgets import Budgets, Reservation, Valkey
 from gateway.request.records import RecordWriter
+from gateway.services.shares import Answer, Claim, DealerTable, Order, read_answer
 from gateway.services.usage import Spent
 from gateway.values import Budget, BudgetKind, Caller, Counter, OwnedBudget, Price, find_window
 from nodes.links import EndKind
+from tests.fakes.budgets import MemoryTerms, MemoryValkey, write_answer
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import REPLY, SSE, Make, Rows, chunk, give_budget, make_record
 from tests.fakes.servers import RunningServer
+from tests.fakes.waiting import eventually
 from wire.contract import RequestState
 
 T = TypeVar("T")
@@ -46,12 +53,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 class FaultyClient(redis.asyncio.Redis):
-    """A client that loses answers: ``loses`` = "after" it is carried out, or "before"."""
+    """A client that loses answers: ``loses`` = "after" it is carried out, or "before". ``is_cut``: none arrives any more."""
 
     loses = ""
+    is_cut = False
+    overtaken: tuple[Any, ...] = ()
+    """An order of before, which may arrive once more."""
 
     async def eval(self, *args: Any) -> Any:
-        loses, self.loses = self.loses, ""
+        loses, self.loses = "before" if self.is_cut else self.loses, ""
+        self.overtaken = self.overtaken or args
         answer = None if loses == "before" else await cast("Any", super().eval(*args))
         if loses:
             raise redis.exceptions.ConnectionError("the answer is lost")
@@ -59,12 +70,13 @@ class FaultyClient(redis.asyncio.Redis):
 
 
 class Crowd:
-    """Gateways on one Valkey, and what those used that are gone: this stands for PostgreSQL."""
+    """Gateways on one Valkey; this stands for PostgreSQL, with what those used that are gone and what it dealt out itself."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.alive: dict[uuid.UUID, Budgets] = {}
         self.gone: dict[uuid.UUID, int] = {}
+        self.terms = MemoryTerms()
         self.clients: list[FaultyClient] = []
         self.tasks: dict[Budgets, asyncio.Task[None]] = {}
 
@@ -73,7 +85,7 @@ class Crowd:
         client = cast("FaultyClient", FaultyClient.from_url(self.url, socket_timeout=5.0))
         self.clients.append(client)
         budgets = Budgets(
-            gateway_id=gateway_id, valkey=cast("Valkey", client), spending=self, in_thread=self._call,
+            gateway_id=gateway_id, valkey=cast("Valkey", client), spending=self, terms=self.terms, in_thread=self._call,
             find_others=lambda: self.alive.keys() - {gateway_id}, currency="EUR",
         )  # fmt: skip
         self.alive[gateway_id] = budgets
@@ -240,19 +252,85 @@ async def test_a_refusal_says_which_budget_of_whom(server: RunningServer, budget
         assert refused.value.retry_after_s
 
 
-async def test_without_valkey_a_budget_nobody_holds_is_not_guessed_at(server: RunningServer) -> None:
-    async with crowd_of(server, 2) as (_crowd, (one, _other)):
+async def pass_all(gateways: list[Budgets], caller: Caller, tokens: int) -> int:
+    """Have gateways take turns in reserving until none of them can; return how many reservations there are."""
+    passed, left = 0, list(gateways)
+    while left:
+        for budgets in list(left):
+            try:
+                await reserve(budgets, caller, tokens)
+                passed += 1
+            except BudgetExhausted:
+                left.remove(budgets)
+    return passed
+
+
+@pytest.mark.parametrize("kind", [DAY, RATE, AT_ONCE])
+async def test_while_valkey_is_away_postgresql_deals_out_what_nobody_holds(server: RunningServer, kind: BudgetKind) -> None:
+    """Neither stops: all of a budget is used that nobody held, by a gateway that came later too, and nothing beyond."""
+    async with crowd_of(server, 2) as (crowd, gateways):
         await asyncio.sleep(0.1)
         server.kill()
-        await asyncio.sleep(2.5)
+        caller = caller_of(Budget(kind, 40))
+        await asyncio.gather(*(reserve(one, caller, 1) for one in gateways))
+        late = crowd.add()
+        crowd.tasks[late] = asyncio.create_task(late.run())
+        assert await pass_all([*gateways, late], caller, 1) == 38
+
+
+async def test_valkey_deals_again_once_all_reach_it(server: RunningServer) -> None:
+    set_limits(gateway={"budget_hello_s": 0.2})
+    caller = caller_of(Budget(DAY, 1000))
+    async with crowd_of(server, 2) as (_crowd, (one, other)):
+        await reserve(one, caller, 100)
+        server.kill()
+        await reserve(other, caller, 200)
+        server.start()
+        await eventually(lambda: one._dealer is one._valkey and other._dealer is other._valkey)
+        await reserve(one, caller, 700)
+        with pytest.raises(BudgetExhausted):
+            await reserve(other, caller, 1)
+
+
+async def test_a_gateway_that_alone_does_not_reach_valkey_goes_on(server: RunningServer) -> None:
+    set_limits(gateway={"budget_hello_s": 0.2})
+    caller = caller_of(Budget(DAY, 1000))
+    async with crowd_of(server, 3) as (crowd, (one, other, third)):
+        await reserve(one, caller, 400)
+        crowd.clients[1].is_cut = True
+        await reserve(other, caller, 100)
+        with pytest.raises(BudgetExhausted):
+            await reserve(third, caller, 501)
+        await reserve(third, caller, 500)
+        assert {budgets._dealer for budgets in (one, other, third)} == {one._database, other._database, third._database}
+
+
+async def test_what_nobody_can_say_is_not_guessed_at(server: RunningServer) -> None:
+    """One gateway of two was killed a moment ago and may still live: nobody knows what it holds, so nothing is dealt."""
+    set_limits(gateway={"budget_round_s": 0.05, "budget_tries": 1})
+    async with crowd_of(server, 2) as (crowd, (one, other)):
+        await reserve(one, caller_of(Budget(DAY, 1000)), 100)
+        server.kill()
+        crowd.tasks[other].cancel()
         with pytest.raises(BudgetUnknown):
-            await reserve(one, caller_of(Budget(DAY, 1000)))
-        passed = 0
-        with suppress(GatewayError):
-            while passed < 100:
-                await reserve(one, caller_of(Budget(RATE, 50)))
-                passed += 1
-        assert passed == 25, "of two gateways each lets half of a rate pass"
+            await reserve(one, caller_of(Budget(AT_ONCE, 1000)))
+        await reserve(one, caller_of(Budget(DAY, 1000)), 400)  # it goes on with what it holds
+
+
+async def test_a_gateway_that_stood_still_asks_before_it_uses_what_it_held(server: RunningServer) -> None:
+    caller = caller_of(Budget(DAY, 1000))
+    set_limits(gateway={"sweep_s": 0.1})
+    async with crowd_of(server, 2) as (crowd, (one, other)):
+        await reserve(one, caller, 500)
+        await asyncio.sleep(SOON_S)
+        assert one.draft(caller, prompt_tokens=0, completion_tokens=100, prices={}).find_lacking(0.0) == []
+        gateway_id = next(known for known, budgets in crowd.alive.items() if budgets is one)
+        crowd.kill(one, 500)
+        await eventually(lambda: reserve(other, caller, 450))
+        crowd.alive[gateway_id], one._good_until = one, -math.inf
+        crowd.tasks[one] = asyncio.create_task(one.run())
+        with pytest.raises(BudgetExhausted):
+            await reserve(one, caller, 100)
 
 
 @pytest.mark.parametrize("ending", ["completed", "failed", "left", "interrupted"])
@@ -290,11 +368,11 @@ async def test_a_refusal_for_a_budget_is_said_with_its_end_and_leaves_nothing(ma
     assert await request.record("state", "error_code") == ("rejected", "RATE_LIMITED")
 
 
-WORDS = ["reserve"] * 6 + ["round"] * 3 + ["settle"] * 2 + ["kill", "flush", "start", "lose", "cut"]
+WORDS = ["reserve"] * 6 + ["round"] * 4 + ["settle"] * 2 + ["kill", "flush", "start", "lose", "drop", "cut", "mend", "overtake"]
 STEPS = st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 5)), min_size=25, max_size=50)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_spent_and_reserved_is_never_more_than_the_budget(server: RunningServer, steps: list[tuple[str, int]]) -> None:
     """Whatever gateways reserve, settle, give back, whoever is killed, and whenever Valkey forgets or an answer is lost."""
@@ -302,6 +380,7 @@ def test_spent_and_reserved_is_never_more_than_the_budget(server: RunningServer,
 
 
 async def _play(server: RunningServer, steps: list[tuple[str, int]]) -> None:
+    set_limits(gateway={"budget_hello_s": 0.0})
     if server.process is None:
         server.start()
     with redis.Redis.from_url(server.server.url) as client:
@@ -337,16 +416,25 @@ class Play:
                 self.settle(number)
             case "round":
                 await budgets.hold_round()
+                await budgets._ping()
             case "kill":  # its requests are settled at what they reserved
                 charged = self.used.get(budgets, 0) + sum(wanted for owner, _, wanted in self.open if owner is budgets)
                 self.open = [one for one in self.open if one[0] is not budgets]
                 self.crowd.kill(budgets, charged)
             case "flush":
                 self.flush()
-            case "lose" | "cut":
-                self.crowd.clients[number % len(self.crowd.clients)].loses = "after" if step == "lose" else "before"
+            case "lose" | "drop":
+                self.pick(number).loses = "after" if step == "lose" else "before"
+            case "cut" | "mend":
+                self.pick(number).is_cut = step == "cut"
+            case "overtake" if self.pick(number).overtaken and not self.pick(number).is_cut:
+                order, self.pick(number).overtaken = self.pick(number).overtaken, ()
+                await cast("Any", redis.asyncio.Redis.eval(self.pick(number), *order))
             case "start" if len(living) < 4:
                 self.crowd.add()
+
+    def pick(self, number: int) -> FaultyClient:
+        return self.crowd.clients[number % len(self.crowd.clients)]
 
     async def reserve(self, budgets: Budgets, wanted: int) -> None:
         """Reserve with one round at most, without the task that holds them."""
@@ -366,6 +454,64 @@ class Play:
         reservation.settle(completion_tokens=used)
         self.spent -= wanted - used
         self.used[owner] = self.used.get(owner, 0) + used
+
+
+COUNTERS = ("{muster.budgets}:a", "{muster.budgets}:b")
+ORDERS = st.lists(
+    st.tuples(
+        st.sampled_from(["deal"] * 6 + ["begin", "absorb", "again", "flush"]),
+        st.sampled_from(["g1", "g2", "g3"]),
+        st.sampled_from([0, 0, 0, 1, 2]),
+        st.lists(st.tuples(*[st.integers(0, 400)] * 5), min_size=1, max_size=2),
+        st.sampled_from([0, 0, 0, 0, 1, 2]),
+        st.sampled_from([1.0, 2.0, 3.0, 100 / 30]),
+    ),
+    min_size=5,
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(orders=ORDERS)
+def test_valkeys_script_and_the_rule_that_postgresql_deals_by_say_the_same(server: RunningServer, orders: list[Any]) -> None:
+    asyncio.run(_compare(server, orders))
+
+
+async def _compare(server: RunningServer, orders: list[Any]) -> None:
+    if server.process is None:
+        server.start()
+    async with redis.asyncio.Redis.from_url(server.server.url) as client:
+        await client.flushall()
+        model, known, sent = MemoryValkey(), {"g1": "", "g2": "", "g3": ""}, None
+        for number, (step, gateway, says, figures, term, parts) in enumerate(orders, 1):
+            names, real = COUNTERS[: len(figures)], cast("Valkey", client)
+            match step:
+                case "flush":
+                    await client.flushall()
+                    model.epoch.clear()
+                    model.counters.clear()
+                    continue
+                case "deal":
+                    claims = [[600, used, keep, need, least, 60] for used, keep, need, least, _ in figures]
+                    sent = budgets_module._DEAL, 1 + len(names), budgets_module._EPOCH, *names, gateway, f"epoch {number}", \
+                        known[gateway], str(says), repr(parts), str(number), str(term), json.dumps(claims)  # fmt: skip
+                case "begin":
+                    sent = budgets_module._BEGIN, 2, budgets_module._EPOCH, names[0], known[gateway], str(figures[0][4])
+                case "absorb":
+                    other = "g1" if gateway == "g2" else "g2"
+                    sent = budgets_module._ABSORB, 2, budgets_module._EPOCH, names[0], known[gateway], other, str(figures[0][4])
+            if sent is None:
+                continue
+            said, expected = await real.eval(*sent), await model.eval(*sent)
+            if sent[0] != budgets_module._DEAL:
+                continue
+            answer = read_answer(said)
+            assert write_answer(answer) == expected
+            known[gateway] = answer.epoch
+        for name in COUNTERS:
+            found = {key.decode(): value.decode() for key, value in (await cast("Any", client.hgetall(name))).items()}
+            expected = {key: str(value) for key, value in model.counters.get(name, {}).items()}
+            assert {k: v for k, v in found.items() if k[:2] != "w:"} == {k: v for k, v in expected.items() if k[:2] != "w:"}
 
 
 async def test_postgresql_knows_what_gateways_used_that_are_gone(rows: Rows) -> None:
@@ -410,3 +556,58 @@ async def test_postgresql_knows_what_gateways_used_that_are_gone(rows: Rows) -> 
     assert await asyncio.to_thread(look) == [None, 130, None, None, None, None], (
         "what another one holds that lives is not known"
     )
+
+
+async def test_the_table_keeps_what_the_rule_says(rows: Rows) -> None:
+    """A term is opened, dealt in, closed and followed by the next one, beside the same in memory."""
+    del rows
+    table, memory, numbers = DealerTable(), MemoryTerms(), itertools.count(1)
+
+    def order(gateway: str, known: str, *, says: int = 0, term: int = 1, **claims: Claim) -> Order:
+        number = next(numbers)
+        return Order(
+            gateway=gateway,
+            new_id=f"epoch {number}",
+            known_id=known,
+            says=says,
+            parts=2,
+            number=number,
+            term=term,
+            claims=claims,
+        )
+
+    def play() -> list[tuple[object, object]]:
+        compared: list[tuple[object, object]] = [(table.read_term(), memory.read_term())]
+
+        def ask(asked: Order, *, reaches: bool = False) -> Answer:
+            said = [one.deal(asked, now=5, reaches=reaches, living={"g1", "g2"}) for one in (table, memory)]
+            compared.append((said[0], said[1]))
+            compared.append((table.read_term(), memory.read_term()))
+            return said[0]
+
+        id_ = ask(order("g1", "")).epoch
+        ask(order("g1", id_, says=1, a=Claim(100, 10, 5, 20, 1, 60)))
+        ask(order("g2", id_, says=1, b=Claim(100, 0, 0, 20, 1, 60)))
+        for one in (table, memory):
+            one.begin(epoch_id=id_, name="a", base=7)
+        ask(order("g2", id_, a=Claim(100, 0, 0, 20, 1, 60)))
+        for one in (table, memory):
+            one.absorb(epoch_id=id_, name="a", gateway="g1", used=11)
+        ask(order("g1", id_, a=Claim(100, 11, 60, 0, 1, 60)), reaches=True)
+        compared.append((sorted(table.list_joined()), sorted(memory.list_joined())))
+        ask(order("g2", id_), reaches=True)
+        ask(order("g1", id_))
+        ask(order("g1", id_, term=2))
+        return compared
+
+    def look() -> list[tuple[object, object]]:
+        try:
+            return play()
+        finally:
+            connections.close_all()
+
+    compared = await asyncio.to_thread(look)
+    assert [real for real, _ in compared] == [expected for _, expected in compared]
+    assert [real for real, _ in compared if isinstance(real, tuple)] == [
+        (0, False), *[(1, True)] * 5, (1, False), (1, False), (2, True),
+    ]  # fmt: skip
