@@ -108,6 +108,8 @@ class Wish(msgspec.Struct, frozen=True):
     """
 
     session: int
+    is_named: bool
+    """Whether the client says which session it is; else its key stands for one."""
     answer: int
     blocks: Blocks
     held: Mapping[int, int]
@@ -158,7 +160,8 @@ class Placement:
         held = self._prefixes.count_held(blocks) if blocks else _NONE
         who = session or asker.key_id
         tokens = request.prompt_chars / self._limits.token_chars
-        return Wish(hash((tenant, model, who)) if who else 0, answer, blocks, held, tokens / self._limits.prefill_tokens_s)
+        prefill_s = tokens / self._limits.prefill_tokens_s
+        return Wish(hash((tenant, model, who)) if who else 0, bool(session), answer, blocks, held, prefill_s)
 
     def list_liked(self, wish: Wish, model: str, paths: tuple[str, ...], now: float) -> list[Link]:
         """Return the links that have probably computed some of a prompt, or that its session used."""
@@ -251,13 +254,16 @@ class Placement:
         shares: dict[Link, float] = {}
         for number, count in wish.held.items():
             self._add_share(shares, number, self._prefixes.measure(count, wish.blocks), links)
-        used = self._find_session(wish, now)
-        if used:
+        used, by_key = self._find_session(wish, now), False
+        if used and (wish.is_named or not shares):
             self._add_share(shares, used, 1.0, links, model)
+            by_key = not wish.is_named
+        # Of other requests of its key a prompt has nothing: the key breaks ties, and saves no time.
+        held_s, prefill_s = (held_s or 1.0, 0.0) if by_key else (held_s, wish.prefill_s)
         if held_s and any(link.load for link in shares):
             shortest_s = min([held_s * link.load / link.max_concurrent for link in links])
             for link, share in list(shares.items()):
-                if held_s * link.load / link.max_concurrent - shortest_s > share * wish.prefill_s:
+                if held_s * link.load / link.max_concurrent - shortest_s > share * prefill_s:
                     del shares[link]
         return shares
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.fakes.contest import CONTESTS, Policy, Tally
 from tests.fakes.simulator import Scale, simulate
 
 SEEDS = [int(seed) for seed in os.environ.get("MUSTER_TEST_SEEDS", "1,2,3").split(",")]
@@ -29,3 +30,45 @@ def test_every_request_has_one_end_and_every_slot_one_holder_whatever_goes_wrong
     assert not report.broken, str(report)
     assert report.states["completed"] > 100, "a fleet that serves nobody proves nothing"
     assert bool(report.states["failed"]) == (scale is OVERLOADED), "and one where nobody waits too long nothing of queues"
+
+
+def play(name: str, *, requests: int) -> dict[Policy, Tally]:
+    tallies = {policy: CONTESTS[name](policy, requests) for policy in Policy}
+    for policy, tally in tallies.items():
+        print(f"{policy}: {tally}")
+        assert set(tally.statuses) == {200}, "no client hears of a node that is slow or fails"
+    return tallies
+
+
+def test_a_node_four_times_slower_gets_less_and_callers_wait_less_than_by_load_or_in_turn() -> None:
+    found = play("slow node", requests=600)
+    by_score, by_load, in_turn = found[Policy.SCORE], found[Policy.LEAST_LOAD], found[Policy.ROUND_ROBIN]
+    assert by_score.share_of("slow") < by_load.share_of("slow") < in_turn.share_of("slow")
+    assert by_score.percentile(by_score.whole_ms, 95) < by_load.percentile(by_load.whole_ms, 95)
+    assert by_score.percentile(by_score.whole_ms, 95) < in_turn.percentile(in_turn.whole_ms, 95)
+
+
+def test_a_slow_node_that_begins_to_fail_is_left_alone_and_nobody_is_told() -> None:
+    found = play("failing node", requests=400)[Policy.SCORE]
+    assert found.ejected > 0
+    assert found.share_of("slow") < 0.1, "which is half of what it gets while it is slow and nothing else"
+
+
+def test_a_prompt_that_everybody_begins_with_does_not_pile_onto_one_node() -> None:
+    found = play("hot prefix", requests=300)
+    by_score, in_turn = found[Policy.SCORE], found[Policy.ROUND_ROBIN]
+    assert max(by_score.share_of(name) for name in by_score.nodes) < 1.2 / len(by_score.nodes)
+    assert by_score.percentile(by_score.whole_ms, 95) < 1.1 * in_turn.percentile(in_turn.whole_ms, 95)
+
+
+def test_a_client_alone_with_many_requests_is_served_as_well_as_by_load() -> None:
+    found = play("lone client", requests=400)
+    by_score, by_load = found[Policy.SCORE], found[Policy.LEAST_LOAD]
+    assert by_score.percentile(by_score.whole_ms, 95) < 1.05 * by_load.percentile(by_load.whole_ms, 95)
+    assert by_score.percentile(by_score.first_ms, 95) < 1.05 * by_load.percentile(by_load.first_ms, 95)
+
+
+def test_conversations_find_what_was_computed_of_them_more_often_than_by_load_or_in_turn() -> None:
+    found = play("conversations", requests=96)
+    others = max(found[policy].reused for policy in (Policy.LEAST_LOAD, Policy.ROUND_ROBIN))
+    assert found[Policy.SCORE].reused > 1.2 * others

@@ -219,6 +219,23 @@ def test_whoever_got_an_error_is_not_sent_back_for_its_sessions_sake() -> None:
     assert room.choose(asked=request(b"{}")).link is room.links[0]
 
 
+def test_a_key_stands_for_a_session_only_while_nothing_better_is_known_and_its_node_is_not_busier() -> None:
+    room = Room(None, None)
+    alone, other = request(b"{}"), request(PROMPT.replace(b"be brief", b"be quick"))
+    room.serve(room.links[1], asked=alone)
+    assert room.choose(asked=alone).link is room.links[1]
+    assert room.choose(asked=other).link is room.links[1]
+    room.links[0].active, room.links[1].active = 2, 3
+    for held_s in (0.0, 1.0):
+        assert room.choose(asked=other, held_s=held_s).link is room.links[0]
+    named = Asker(headers={"x-session-id": "s"})
+    room.serve(room.links[1], named)
+    assert room.choose(named, other, held_s=1.0).link is room.links[1]
+    room.links[0].active = 3
+    room.serve(room.links[0], Asker(key_id=uuid.UUID(int=2)), other)
+    assert room.choose(asked=other).link is room.links[0]
+
+
 def test_without_affinity_nothing_of_a_prompt_is_looked_at() -> None:
     room = Room(None, None, score_affinity=0.0)
     assert room.placement.read_wish(Asker(), request(), "m") is None
