@@ -158,6 +158,25 @@ class ScoredNodeSerializer(serializers.Serializer[Any]):  # Any: no model
     is_chosen = serializers.BooleanField()
 
 
+class QueueFactsSerializer(serializers.Serializer[Any]):  # Any: no model
+    """From where a request waited."""
+
+    tier = serializers.CharField(help_text="high, normal or low")
+    position = serializers.IntegerField(help_text="Its place as the wait began; 1 is next")
+    estimate_ms = serializers.IntegerField(help_text="How long it was told then that it would wait")
+    waited_ms = serializers.IntegerField()
+
+
+class AffinityFactsSerializer(serializers.Serializer[Any]):  # Any: no model
+    """What tied a request to nodes."""
+
+    session_by = serializers.CharField(
+        help_text="x-session-id, metadata.user_id, previous_response_id or key; empty: its session had used no node"
+    )
+    session_node = serializers.CharField(help_text="Which its session had used last")
+    prefix = serializers.FloatField(help_text="How much of the prompt its node had been sent before, from 0 to 1")
+
+
 class RoutingDecisionSerializer(serializers.Serializer[Any]):  # Any: no model
     """Why a request went to its node."""
 
@@ -170,6 +189,8 @@ class RoutingDecisionSerializer(serializers.Serializer[Any]):  # Any: no model
     text = serializers.CharField()
     weights = serializers.DictField(child=serializers.FloatField())
     candidates = ScoredNodeSerializer(many=True)
+    waited = QueueFactsSerializer(allow_null=True, help_text="null: it did not wait")
+    affinity = AffinityFactsSerializer(allow_null=True, help_text="null: nothing tied it to a node")
 
 
 class DecisionView(APIView):

@@ -271,12 +271,22 @@ class Decided(msgspec.Struct, frozen=True, omit_defaults=True):
     ``reason``: ``score``, ``affinity``, ``least_load`` (nothing else was known), ``preferred`` (the caller named the node),
     ``only_free``, or ``waited`` (the first slot that became free). ``candidates``: the best of what was compared, by score;
     ``chosen``: the place of the node among them. ``weights``: of the parts, in thousandths.
+
+    ``session_by``: what said which session it was, ``session_node``: the node that the session had used last. ``prefix``: how
+    much of the prompt the node had been sent before, in thousandths. ``tier``, ``position``, ``estimate_ms``: of its wait, as
+    it began; empty and 0 where it did not wait.
     """
 
     reason: str
     candidates: tuple[Compared, ...] = ()
     chosen: int = 0
     weights: tuple[int, ...] = ()
+    session_by: str = ""
+    session_node: str = ""
+    prefix: int = 0
+    tier: str = ""
+    position: int = 0
+    estimate_ms: int = 0
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):

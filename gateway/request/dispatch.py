@@ -35,7 +35,7 @@ from gateway.request.candidates import Candidate, choose_path
 from gateway.request.outcomes import Outcome, judge_node
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
 from gateway.request.queue import TIERS, Account, WaitQueue
-from gateway.values import Decided, InferenceRequest, Unmatched, Weights
+from gateway.values import Decided, InferenceRequest, Priority, Unmatched, Weights
 from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
@@ -147,6 +147,8 @@ class Job:
     """Of its tenant, in the share of slots while requests wait."""
     waiter: _Waiter | None = None
     """Its place in the queue, while it has one."""
+    place: QueuePlace | None = None
+    """Where its last wait began."""
     failover: Lease | None = None
     """A slot that is held on another node, while its own may be dead. Whoever ends the request releases it."""
     suspects: list[Trial] = field(default_factory=list)
@@ -317,6 +319,14 @@ class Dispatcher:
         slots = sum(max(1, link.max_concurrent) for link in ready)
         return self._held_s.get(model, 0.0) * (ahead + 1) / slots
 
+    def _estimate_anew(self, job: Job) -> float | None:
+        """Return how long the request would probably wait if it came now; None where nobody knows."""
+        links = self._links_open(job.request.model, job.request.paths, clock.monotonic())
+        ready = [link for link in links if link.condition() is LinkCondition.READY]
+        return (
+            self._estimate_wait(job.request.model, ready, self._count_ahead(job, job.request.model)) if ready else 0
+        ) or None
+
     def find_place(self, job: Job) -> QueuePlace | None:
         """Return where a request waits; None where it waits for no slot, or no node could give it one."""
         if job.waiter is None:
@@ -422,9 +432,20 @@ class Dispatcher:
         """Have ``listener`` called at each tick with the nodes that missed a second heartbeat and are not given up."""
         self._keeper.on_silence = listener
 
-    def describe(self, lease: Lease) -> Decided | None:
-        """Return why a lease is on its node; None where there was no choice, or decisions are not recorded."""
-        return None if lease.choice is None else self._placement.describe(lease.choice, lease.model)
+    def describe(self, lease: Lease, job: Job | None = None) -> Decided | None:
+        """Return why a lease is on its node, and from where it waited for that.
+
+        None where it had no choice and no wait, or decisions are not recorded.
+        """
+        place = None if job is None else job.place
+        if lease.choice is not None:
+            found = self._placement.describe(lease.choice, lease.model)
+        else:
+            found = None if place is None or not self._limits.decision_candidates else Decided("waited")
+        if found is None or job is None or place is None:
+            return found
+        tier = job.priority or Priority.NORMAL.value
+        return msgspec.structs.replace(found, tier=tier, position=place.position, estimate_ms=place.estimate_ms)
 
     def take_number(self) -> int:
         return next(self._sequence)
@@ -508,10 +529,10 @@ class Dispatcher:
         links = self._registry.links_answering(model, paths)
         if len(links) < 2:  # there is nothing to choose, whatever it has done and is called
             return links[0] if links and links[0].can_take(now) else None
-        wish = self._placement.read_wish(asker, asked, model)
+        wish = self._placement.read_wish(asker, asked, model, now)
         if len(links) > self._limits.placed_among and not (avoid or prefer):
             some = self._take_some(links)
-            if wish is not None and (liked := self._placement.list_liked(wish, model, paths, now)):
+            if wish is not None and (liked := self._placement.list_liked(wish, model, paths)):
                 some = [*some, *(link for link in liked if link not in some)]
             some = self.ejections.list_free(some, model, now)
             if len(paths) > 1:
@@ -538,7 +559,7 @@ class Dispatcher:
         free = [link for link in links if link.can_take(now)]
         if not free:
             return None
-        self.choice = self._placement.choose(free, model, wish, held_s=self._held_s.get(model, 0.0), now=now)
+        self.choice = self._placement.choose(free, model, wish, held_s=self._held_s.get(model, 0.0))
         return self.choice.link
 
     def _grant_waiter(self, job: Job, link: Link, now: float) -> Lease:
@@ -546,7 +567,7 @@ class Dispatcher:
         model = request.model
         choice = None
         if len(self._registry.links_answering(model, request.paths)) > 1:  # the first free node was taken, and is remembered
-            choice = Choice(link, self._placement.read_wish(job, request, model), "waited")
+            choice = Choice(link, self._placement.read_wish(job, request, model, now), "waited")
         lease = self.grant(link, model, choose_path(link, request), now, choice)
         lease.account = self._queue.begin(job.tenant, job.weight, now)
         return lease
@@ -605,7 +626,8 @@ class Dispatcher:
         if reason is not None:
             self._end(waiter, reason)
         elif is_last:
-            self._end(waiter, QueueTimeout())
+            self._remove(waiter)  # whoever comes again waits behind all others
+            self._end(waiter, QueueTimeout(retry_after_s=self._estimate_anew(waiter.job)))
         else:
             self._arm(waiter)
 

@@ -86,7 +86,7 @@ def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
         case EndKind.BUSY:
             if end.retry_after_s is None:
                 return ForwardedRequestFailed(), RetryReason.BUSY
-            words = "The queue of every node that serves the model is full."
+            words = "Every node that serves the model is busy."
             return NoAvailableNode(words, retry_after_s=end.retry_after_s), RetryReason.BUSY
         case EndKind.LINK_LOST:
             return RequestInterrupted(), RetryReason.LOST

@@ -500,8 +500,8 @@ class Pipeline:
         record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((clock.monotonic() - asked_at) * 1000)
         record.attempts = min(job.attempts, self.limits.record_attempts)
         name_model(record, job.request.model, asked_model=job.asked_model)
-        if lease.choice is not None:
-            record.decision = self.dispatcher.describe(lease)
+        if lease.choice is not None or job.place is not None:
+            record.decision = self.dispatcher.describe(lease, job)
         record.node_id = lease.link.node_id
         record.node_name = lease.link.node_name
         record.state = RequestState.ASSIGNED
@@ -528,6 +528,7 @@ class Pipeline:
         """Have the answer say where the request began to wait, and a stream where it waits."""
         place = self.dispatcher.find_place(job)
         if place is not None:
+            job.place = place
             said = (b"x-queue-position", b"%d" % place.position), (b"x-queue-wait-estimate-ms", b"%d" % place.estimate_ms)
             call.extra[:] = [*(header for header in call.extra if not header[0].startswith(b"x-queue-")), *said]
         if call.keepalive is not None:

@@ -108,8 +108,10 @@ class Wish(msgspec.Struct, frozen=True):
     """
 
     session: int
-    is_named: bool
-    """Whether the client says which session it is; else its key stands for one."""
+    session_by: str
+    """What says which session it is; ``key``: the client says nothing, so its key stands for one."""
+    used: int
+    """The number of the replica that the session used last; 0: none, or too long ago."""
     answer: int
     blocks: Blocks
     held: Mapping[int, int]
@@ -143,37 +145,40 @@ class Placement:
         self._links: WeakValueDictionary[int, Link] = WeakValueDictionary()
         """By the numbers of their replicas (``Link.replicas``)."""
 
-    def read_wish(self, asker: Asker, request: InferenceRequest, model: str) -> Wish | None:
+    def read_wish(self, asker: Asker, request: InferenceRequest, model: str, now: float) -> Wish | None:
         """Return what ties a request to a node; None where affinity counts for nothing."""
         if not self._own_weights.get(model, self.weights).affinity:
             return None
         body, tenant = request.body, asker.tenant
-        session = derive(asker.headers, _read_session.__name__, _read_session) if asker.headers else ""
+        session, by = derive(asker.headers, _read_session.__name__, _read_session) if asker.headers else "", "x-session-id"
         answer = 0
         if not session and request.endpoint == "/v1/messages":
-            session = _read_user(body)
+            session, by = _read_user(body), "metadata.user_id"
         if request.endpoint == "/v1/responses":
-            session = session or request.previous_response_id
+            if not session:
+                session, by = request.previous_response_id, "previous_response_id"
             answer = hash((tenant, model, make_response_id(asker.request_id)))
         start = _find_prompt(body)
         blocks = self._prefixes.cut(tenant, model, body[start : start + self._prefixes.most_bytes])
         held = self._prefixes.count_held(blocks) if blocks else _NONE
-        who = session or asker.key_id
+        who, by = (session, by) if session else (asker.key_id, "key")
+        number, used = hash((tenant, model, who)) if who else 0, 0
+        if known := self._sessions.get(number):
+            used = known[0] if now < known[1] else 0
         tokens = request.prompt_chars / self._limits.token_chars
-        prefill_s = tokens / self._limits.prefill_tokens_s
-        return Wish(hash((tenant, model, who)) if who else 0, bool(session), answer, blocks, held, prefill_s)
+        return Wish(number, by, used, answer, blocks, held, tokens / self._limits.prefill_tokens_s)
 
-    def list_liked(self, wish: Wish, model: str, paths: tuple[str, ...], now: float) -> list[Link]:
+    def list_liked(self, wish: Wish, model: str, paths: tuple[str, ...]) -> list[Link]:
         """Return the links that have probably computed some of a prompt, or that its session used."""
-        found = [self._links.get(number) for number in (*wish.held, self._find_session(wish, now)) if number]
+        found = [self._links.get(number) for number in (*wish.held, wish.used) if number]
         return [link for link in dict.fromkeys(found) if link is not None and _is_open(link, model, paths)]
 
-    def choose(self, links: Sequence[Link], model: str, wish: Wish | None, *, held_s: float, now: float) -> Choice:
+    def choose(self, links: Sequence[Link], model: str, wish: Wish | None, *, held_s: float) -> Choice:
         """Return the best of several links that can take a request now. ``held_s``: how long a request holds a slot."""
         if len(links) == 1:
             return Choice(links[0], wish, "only_free")
         figures = [link.figures.get(model) or link.standings.get(model) for link in links]
-        shares = self._find_shares(links, model, wish, held_s, now) if wish is not None else {}
+        shares = self._find_shares(links, model, wish, held_s) if wish is not None else {}
         latencies = [one.latency_ms for one in figures if one is not None and one.latency_ms]
         reliabilities = [one.reliability for one in figures if one is not None and one.reliability is not None]
         is_known = bool(shares or latencies or reliabilities)
@@ -232,32 +237,36 @@ class Placement:
 
     def describe(self, choice: Choice, model: str) -> Decided | None:
         """Return what a record keeps of a choice; None where no decision is recorded."""
-        most = self._limits.decision_candidates
+        most, wish = self._limits.decision_candidates, choice.wish
         if not most:
             return None
+        session_by = session_node = ""
+        prefix = 0
+        if wish is not None:
+            if (used := self._links.get(wish.used)) is not None and not (wish.held and wish.session_by == "key"):
+                session_by, session_node = wish.session_by, used.node_name
+            if wish.held and (count := wish.held.get(choice.link.replicas.get(model, 0))):
+                prefix = int(1000 * self._prefixes.measure(count, wish.blocks))
         if not choice.scored:
-            return Decided(choice.reason)
+            return Decided(choice.reason, session_by=session_by, session_node=session_node, prefix=prefix)
         ranked = sorted(choice.scored, key=_TOTAL, reverse=True)
         chosen = next(place for place, one in enumerate(ranked) if one[0] is choice.link)
         if chosen >= most:
             ranked[most - 1], chosen = ranked[chosen], most - 1
         candidates = tuple([Compared(one.node_name, *[int(1000 * part) for part in parts]) for one, parts, _ in ranked[:most]])
-        weights = self._own_weights.get(model, self.weights)
-        return Decided(choice.reason, candidates, chosen, weights.thousandths)
+        weights = self._own_weights.get(model, self.weights).thousandths
+        return Decided(
+            choice.reason, candidates, chosen, weights, session_by=session_by, session_node=session_node, prefix=prefix
+        )
 
-    def _find_session(self, wish: Wish, now: float) -> int:
-        number, until = self._sessions.get(wish.session, (0, 0.0))
-        return number if now < until else 0
-
-    def _find_shares(self, links: Sequence[Link], model: str, wish: Wish, held_s: float, now: float) -> dict[Link, float]:
+    def _find_shares(self, links: Sequence[Link], model: str, wish: Wish, held_s: float) -> dict[Link, float]:
         """Return the affinity of each link that has one and is not so much busier that another one is sooner done."""
         shares: dict[Link, float] = {}
         for number, count in wish.held.items():
             self._add_share(shares, number, self._prefixes.measure(count, wish.blocks), links)
-        used, by_key = self._find_session(wish, now), False
-        if used and (wish.is_named or not shares):
-            self._add_share(shares, used, 1.0, links, model)
-            by_key = not wish.is_named
+        by_key = wish.session_by == "key" and not shares
+        if wish.used and (by_key or wish.session_by != "key"):
+            self._add_share(shares, wish.used, 1.0, links, model)
         # Of other requests of its key a prompt has nothing: the key breaks ties, and saves no time.
         held_s, prefill_s = (held_s or 1.0, 0.0) if by_key else (held_s, wish.prefill_s)
         if held_s and any(link.load for link in shares):

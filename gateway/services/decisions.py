@@ -41,6 +41,27 @@ class ScoredNode:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """From where a request waited: its tier (``high``, ``normal``, ``low``), its place and the estimate as the wait began."""
+
+    tier: str
+    position: int
+    estimate_ms: int
+    waited_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityFacts:
+    """What tied a request to nodes. ``session_node``: which its session had used last; empty = none. ``session_by``: as named
+    by what. ``prefix``: how much of the prompt its node had been sent before, from 0 to 1.
+    """
+
+    session_by: str
+    session_node: str
+    prefix: float
+
+
+@dataclass(frozen=True, slots=True)
 class DecisionFacts:
     """Why a request went to its node. ``reason``: a word; empty = there was nothing to choose, or it was not recorded."""
 
@@ -49,6 +70,18 @@ class DecisionFacts:
     node: str
     weights: dict[str, float]
     candidates: tuple[ScoredNode, ...]
+    waited: QueueFacts | None = None
+    affinity: AffinityFacts | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is said behind ``text``: from where it waited, and what tied it to a node."""
+        said = []
+        if self.waited is not None:
+            said.append(_say_wait(self.waited))
+        if self.affinity is not None:
+            said += _say_affinity(self.affinity, self)
+        return tuple(said)
 
 
 def find_decision(text: str) -> tuple[RequestRecord, DecisionFacts]:
@@ -76,7 +109,37 @@ def explain_decision(record: RequestRecord) -> DecisionFacts:
         for place, one in enumerate(decision.candidates)
     )
     weights = {name: weight / 1000 for name, weight in zip(PARTS, decision.weights, strict=False)}
-    return DecisionFacts(decision.reason, _REASONS.get(decision.reason, ""), record.node_name, weights, scored)
+    waited = affinity = None
+    if decision.position:
+        waited = QueueFacts(decision.tier, decision.position, decision.estimate_ms, record.queue_ms or 0)
+    if decision.session_node or decision.prefix:
+        affinity = AffinityFacts(decision.session_by, decision.session_node, decision.prefix / 1000)
+    return DecisionFacts(
+        decision.reason, _REASONS.get(decision.reason, ""), record.node_name, weights, scored, waited, affinity
+    )
+
+
+def _say_wait(waited: QueueFacts) -> str:
+    return (
+        f"It waited {waited.waited_ms / 1000:.1f} s with {waited.tier} priority, from place {waited.position}; "
+        f"the estimate was {waited.estimate_ms / 1000:.1f} s."
+    )
+
+
+def _say_affinity(affinity: AffinityFacts, facts: DecisionFacts) -> list[str]:
+    said = []
+    if affinity.session_node:
+        session = "Its key" if affinity.session_by == "key" else f"Its session ({affinity.session_by})"
+        last = f"{session} was at {affinity.session_node} last"
+        if affinity.session_node == facts.node:
+            said.append(f"{last}.")
+        else:
+            compared = {one.node: one.parts["affinity"] for one in facts.candidates}
+            why = {None: "which had no free slot or was not compared", 0.0: "which counted for nothing, having more to do"}
+            said.append(f"{last}, {why.get(compared.get(affinity.session_node), 'which others outweighed')}.")
+    if affinity.prefix:
+        said.append(f"{facts.node} had been sent the first {affinity.prefix:.0%} of the prompt before.")
+    return said
 
 
 def _read(stored: object) -> Decided | None:
@@ -146,6 +209,7 @@ def replay_routing(weights: Mapping[str, float], *, model: str = "", hours: floa
 def print_decision(record: RequestRecord, facts: DecisionFacts) -> str:
     """Return a decision as text for a terminal."""
     lines = [f"{record.printed_id} of {record.model} went to {facts.node or 'no node'}. {facts.text}"]
+    lines += [f"  {note}" for note in facts.notes]
     if facts.candidates:
         width = max(len(one.node) for one in facts.candidates)
         lines.append(f"  {'node':{width}}  score  " + "  ".join(f"{name:>11}" for name in PARTS))

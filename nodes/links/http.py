@@ -189,9 +189,9 @@ class HttpStream:
             return
         self._finish()
         head = self._refusal_head
-        if head is not None and error is None and _is_queue_full(self._refusal):
+        if head is not None and error is None and ("retry-after" in head or _is_queue_full(self._refusal)):
             retry_after_s = _read_retry_after(head.get("retry-after", ""))
-            message = "the node's queue is full"
+            message = "the node is busy"
             self.sink.on_end(LinkEnd(kind=EndKind.BUSY, message=message, retryable=True, retry_after_s=retry_after_s))
             return
         if head is not None:

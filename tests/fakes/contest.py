@@ -57,7 +57,7 @@ class Policy(StrEnum):
 class InTurn(Placement):
     """Chooses the node that got its last request longest ago, whatever it has to do."""
 
-    def choose(self, links: Sequence[Link], model: str, wish: Wish | None, *, held_s: float, now: float) -> Choice:
+    def choose(self, links: Sequence[Link], model: str, wish: Wish | None, *, held_s: float) -> Choice:
         return Choice(min(links, key=lambda link: link.last_served), wish, "least_load")
 
 

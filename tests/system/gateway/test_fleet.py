@@ -237,6 +237,10 @@ async def test_who_waits_in_the_queue_is_told_its_place_and_then_has_its_answer(
     await whole.done()
     assert (whole.status, whole.client.headers["x-queue-position"]) == (200, "2")
     assert int(whole.client.headers["x-queue-wait-estimate-ms"]) >= 0
+    assert (await first.row())["decision"] is None
+    for request, position in ((stream, 1), (whole, 2)):
+        decision = (await request.row())["decision"]
+        assert (decision["reason"], decision["tier"], decision["position"]) == ("waited", "normal", position)
 
 
 async def test_nobody_who_finds_a_slot_hears_of_a_queue_and_who_waits_in_vain_is_told_when_to_come_back(fleet: Fleet) -> None:

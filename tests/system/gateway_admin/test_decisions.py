@@ -24,8 +24,10 @@ WEIGHTS = [250, 250, 200, 200, 100]
 FAST, IDLE = ["fast", 500, 500, 1000, 900, 0], ["idle", 1000, 1000, 250, 900, 0]
 
 
-def decided(*candidates: list[object], chosen: int = 0, reason: str = "score", **changes: Any) -> RequestRecord:
-    decision = {"reason": reason, "candidates": list(candidates), "chosen": chosen, "weights": WEIGHTS}
+def decided(
+    *candidates: list[object], chosen: int = 0, reason: str = "score", more: dict[str, Any] | None = None, **changes: Any
+) -> RequestRecord:
+    decision = {"reason": reason, "candidates": list(candidates), "chosen": chosen, "weights": WEIGHTS, **(more or {})}
     return make_record(node_id=uuid.UUID(int=1), node_name="idle", model="m", decision=decision, **changes)
 
 
@@ -47,6 +49,29 @@ def test_a_decision_is_on_the_page_over_rest_and_on_the_command_line(boss: Clien
     said = run("explain", record.printed_id)
     assert "went to idle. It had the best score" in said
     assert "* idle  0.730" in said
+
+
+def test_a_decision_says_from_where_it_waited_and_what_tied_it_to_a_node(boss: Client) -> None:
+    tied = {"session_by": "x-session-id", "session_node": "fast", "prefix": 250}
+    wait = {"tier": "low", "position": 3, "estimate_ms": 4200}
+    record = decided(IDLE, FAST, queue_ms=3900, more=tied | wait)
+    page = boss.get(reverse("admin:gateway_requestrecord_change", args=[record.pk])).content.decode()
+    said = run("explain", record.printed_id)
+    for sentence in (
+        "It waited 3.9 s with low priority, from place 3; the estimate was 4.2 s.",
+        "Its session (x-session-id) was at fast last, which counted for nothing, having more to do.",
+        "idle had been sent the first 25% of the prompt before.",
+    ):
+        assert sentence in page
+        assert sentence in said
+    headers = {"authorization": f"Bearer {create_admin_token(name='t', actor='user:x')[1]}"}
+    body = boss.get(f"/requests/{record.printed_id}/decision", headers=headers).json()
+    assert body["waited"] == wait | {"waited_ms": 3900}
+    assert body["affinity"] == tied | {"prefix": 0.25}
+    for node, word in (("idle", "last."), ("gone", "no free slot"), ("fast", "outweighed")):
+        weighed = [*FAST[:-1], 300]
+        notes = explain_decision(decided(IDLE, weighed, more=tied | {"session_node": node, "session_by": "key"})).notes
+        assert (notes[0].startswith(f"Its key was at {node} last"), word in notes[0]) == (True, True)
 
 
 def test_a_request_without_a_choice_says_so_and_one_of_a_later_release_is_no_error() -> None:

@@ -23,6 +23,7 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 PROMPT = b'{"model":"m","messages":[{"role":"system","content":"%b"}]}' % (b"be brief " * 200)
 LIMITS = GatewayLimits()
 KEY = uuid.UUID(int=1)
+NOW = 1000.0
 
 
 @dataclass
@@ -57,15 +58,15 @@ class Room:
         self.links = [FakeLink("m", slots=10) for _ in figures]
         for link, one in zip(self.links, figures, strict=True):
             link.figures = {"m": one} if one is not None else {}
-        self.now = 1000.0
+        self.now = NOW
 
     def choose(self, asker: Asker | None = None, asked: InferenceRequest | None = None, *, held_s: float = 1.0) -> Choice:
-        wish = self.placement.read_wish(asker or Asker(), asked or request(), "m")
-        return self.placement.choose(self.links, "m", wish, held_s=held_s, now=self.now)
+        wish = self.placement.read_wish(asker or Asker(), asked or request(), "m", self.now)
+        return self.placement.choose(self.links, "m", wish, held_s=held_s)
 
     def serve(self, link: FakeLink, asker: Asker | None = None, asked: InferenceRequest | None = None) -> None:
         """Have a link sent a request."""
-        wish = self.placement.read_wish(asker or Asker(), asked or request(), "m")
+        wish = self.placement.read_wish(asker or Asker(), asked or request(), "m", self.now)
         self.placement.note(Choice(link, wish, "score"), "m", self.now)
 
 
@@ -104,7 +105,7 @@ def test_a_model_with_weights_of_its_own_is_scored_by_them_and_its_decisions_say
     decision = room.placement.describe(choice, "m")
     assert decision is not None
     assert decision.weights == (250, 250, 1000, 200, 0)
-    assert room.placement.choose(room.links, "other", None, held_s=1.0, now=room.now).link is room.links[1]
+    assert room.placement.choose(room.links, "other", None, held_s=1.0).link is room.links[1]
 
 
 def test_milliseconds_do_not_decide() -> None:
@@ -238,7 +239,7 @@ def test_a_key_stands_for_a_session_only_while_nothing_better_is_known_and_its_n
 
 def test_without_affinity_nothing_of_a_prompt_is_looked_at() -> None:
     room = Room(None, None, score_affinity=0.0)
-    assert room.placement.read_wish(Asker(), request(), "m") is None
+    assert room.placement.read_wish(Asker(), request(), "m", room.now) is None
     assert room.choose().reason == "least_load"
 
 
@@ -256,6 +257,27 @@ def test_a_decision_names_the_best_eight_and_the_chosen_one() -> None:
     assert shown.candidates[shown.chosen].node == room.links[-1].node_name
     assert room.placement.describe(Choice(room.links[0], None, "waited"), "m") == Decided("waited")
     assert Room(None, None, decision_candidates=0).placement.describe(choice, "m") is None
+
+
+def test_a_decision_says_what_tied_the_request_to_nodes() -> None:
+    room = Room(None, None)
+    named = Asker(headers={"x-session-id": "s"})
+    room.serve(room.links[1], named)
+
+    def describe(asker: Asker, asked: InferenceRequest) -> Decided:
+        decision = room.placement.describe(room.choose(asker, asked), "m")
+        assert decision is not None
+        return decision
+
+    def tied(decision: Decided) -> tuple[str, str, int]:
+        return decision.session_by, decision.session_node, decision.prefix
+
+    one, other = (link.node_name for link in room.links)
+    assert tied(describe(named, request())) == ("x-session-id", other, 1000)
+    assert tied(describe(Asker(), request())) == ("", "", 1000)
+    assert tied(describe(Asker(), request(b"{}"))) == ("", "", 0)
+    room.serve(room.links[0], asked=request(b"{}"))
+    assert tied(describe(Asker(), request(b"{}"))) == ("key", one, 0)
 
 
 def test_what_is_remembered_is_bounded() -> None:
