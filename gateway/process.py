@@ -62,6 +62,7 @@ from nodes.services.drains import write_drain_counts
 from nodes.services.sessions import KnownNodes, write_presences
 from nodes.services.tickets import KnownKey, load_ticket_keys
 from nodes.states import DrainCount, NodeRow
+from nodes.tickets import Refusals
 from wire import clock
 from wire.bridge import TicketUsage
 from wire.ids import new_uuid7
@@ -456,8 +457,10 @@ class GatewayRuntime:
     def _hear_usage(self, node_id: uuid.UUID, report: TicketUsage) -> None:
         self.tickets.hear(node_id, report)
 
-    async def _store_usage(self, reports: Sequence[tuple[uuid.UUID, TicketUsage]]) -> None:
-        self.tickets.take_ended(await run_upkeep(store_usage, reports))
+    async def _store_usage(self, reports: Sequence[tuple[uuid.UUID, TicketUsage]]) -> Refusals:
+        stored = await run_upkeep(store_usage, reports)
+        self.tickets.take_ended(stored.ended)
+        return stored.refused
 
     # in a database thread
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import msgspec
 from django.db import DatabaseError
 from prometheus_client import Counter
 
@@ -99,15 +100,16 @@ def open_socket(channel: NodeChannel, node: Node, scope: Event, send: Send) -> A
 
 
 class Commands:
-    """What an agent is to do, on its way to its socket. At most one for each of its operations and drains waits."""
+    """What an agent is told, on its way to its socket. At most one for each of its operations, drains and reports waits."""
 
     def __init__(self, channel: NodeChannel, node: Node, *, send: Send, kick: Callable[[str], None]) -> None:
         """Raises TooManySockets instead of taking one more."""
         if len(channel.agents) >= channel.limits.agent_sessions:
             raise TooManySockets("This gateway holds as many agents as it may; try again, or use another gateway.")
         self._channel, self._send = channel, send
-        self._waiting: asyncio.Queue[AgentCommand] = asyncio.Queue()
+        self._waiting: asyncio.Queue[msgspec.Struct] = asyncio.Queue()
         self.line = AgentLine(session=node, send=self._waiting.put_nowait, kick=kick)
+        self.line.told_ticket_keys = () if node.ticket_url else None
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -124,12 +126,12 @@ class Commands:
 
     async def _write(self) -> None:
         while True:
-            command = await self._waiting.get()
+            message = await self._waiting.get()
             try:
                 async with asyncio.timeout(self._channel.limits.socket_write_s):
-                    await self._send({"type": "websocket.send", "text": encode(command).decode()})
+                    await self._send({"type": "websocket.send", "text": encode(message).decode()})
             except (OSError, RuntimeError, TimeoutError):
-                logger.warning("agent.command_unsent node=%s command=%s", self.line.node_name, command.command_id)
+                logger.warning("agent.message_unsent node=%s message=%r", self.line.node_name, message)
                 return
 
 
@@ -181,14 +183,16 @@ class AgentSocket:
                     await self._channel.heartbeats.call(AgentReport(self.line.session_id, heartbeat))
                 case AgentCommandStatus() as status:
                     self._channel.take_command_status(self.line.node_id, self.line.node_name, status)
+                case bridge.UsageReport() as said:
+                    self.line.send_message(await self._channel.tickets.take_usage_of_agent(self.line.node_id, said.reports))
         except AgentError as error:
             at = f" at {error.param}" if error.param else ""
             await self._close(1002, f"the message cannot be used: {error}{at}")
         except SessionUnknown as error:
             await self._close(1008, error.message)
         except DatabaseError:
-            # The sign of life is lost, and the next one may be stored: three in a row make the node dead.
-            logger.warning("agent.heartbeat_not_stored node=%s", self.line.node_name)
+            # The sign of life is lost, and the next one may be stored: three in a row make the node dead. Reports are repeated.
+            logger.warning("agent.message_not_stored node=%s", self.line.node_name)
 
     def _kick(self, reason: str) -> None:
         if not self._close_reason:
@@ -253,6 +257,7 @@ class RelayedAgent(NodeConsumer):
         if isinstance(said, AgentCommandStatus):
             self._channel.take_command_status(self.link.node_id, self.link.node_name, said)
             return
+        assert isinstance(said, AgentHeartbeat)
         HEARTBEATS.labels("relay").inc()
         self._told = to_telemetry(said, before=self._told)
         self.link.node_draining = said.status == "draining"
@@ -278,8 +283,9 @@ async def poll(
         return standing, commands
     something = asyncio.Event()
 
-    def take(command: AgentCommand) -> None:
-        commands.append(command)
+    def take(command: msgspec.Struct) -> None:
+        if isinstance(command, AgentCommand):
+            commands.append(command)
         something.set()
 
     line = AgentLine(session=node, send=take, kick=lambda _reason: something.set())

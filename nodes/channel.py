@@ -18,6 +18,7 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
+import msgspec
 from django.db import DatabaseError, DataError, InterfaceError, transaction
 from prometheus_client import Counter as Metric
 
@@ -106,14 +107,14 @@ class Registration:
 class AgentLine:
     """Where one agent is sent commands: its socket, or the answer to its heartbeat. ``since``: when its session began."""
 
-    def __init__(self, *, session: Node, send: Callable[[AgentCommand], None], kick: Callable[[str], None]) -> None:
+    def __init__(self, *, session: Node, send: Callable[[msgspec.Struct], None], kick: Callable[[str], None]) -> None:
         assert session.agent_session is not None
         assert session.agent_session_at is not None
         self.node_id, self.node_name = session.pk, session.name
         self.session_id, self.since, self._epoch = session.agent_session, session.agent_session_at, session.epoch
         self.takes_operations = bool(session.op_level)
-        self.kick = kick
-        self._send = send
+        self.kick, self.send_message = kick, send
+        self.told_ticket_keys: tuple[str, ...] | None = None
 
     def send_operation(self, message: bridge.OpCommand) -> bridge.OpStatus | None:
         """Send an operation as a command of the document; return what became of it where it has none for it."""
@@ -124,7 +125,7 @@ class AgentLine:
                 op_id=message.op_id, use=message.use, state="refused", code="unknown_operation", message=text
             )
         params = {"model_id": message.body.get("modelId"), **message.body, TOKEN_MEMBER: message.token}
-        self._send(AgentCommand(command_id=f"{message.op_id}.{message.use}", command=command, params=params))
+        self.send_message(AgentCommand(command_id=f"{message.op_id}.{message.use}", command=command, params=params))
         return None
 
     def follow(self, row: NodeRow | None, told: dict[uuid.UUID, datetime]) -> None:
@@ -138,7 +139,7 @@ class AgentLine:
             self.kick("another session of the same node took over")
         if row.draining and row.draining_since is not None and told.get(self.session_id) != row.draining_since:
             told[self.session_id] = row.draining_since
-            self._send(make_drain(row.draining_since, reason=row.drain_reason, remaining_s=row.drain_remaining_s))
+            self.send_message(make_drain(row.draining_since, reason=row.drain_reason, remaining_s=row.drain_remaining_s))
 
 
 def make_drain(since: datetime, *, reason: str, remaining_s: float | None) -> AgentCommand:
@@ -208,7 +209,7 @@ class NodeChannel:
         """Where agents that listen here are sent commands, by node."""
         self._has_work = asyncio.Event()
         self.tickets = TicketChannel(
-            self.registry, spawn=self.run_beside, wake=self._has_work.set, store_usage=store_usage, hear_usage=hear_usage
+            self.registry, self.agents, spawn=self.run_beside, wake=self._has_work.set, store=store_usage, hear=hear_usage
         )
         self._drains_told: dict[uuid.UUID, datetime] = {}
         self._beside: set[asyncio.Task[None]] = set()
@@ -295,6 +296,7 @@ class NodeChannel:
             older.kick("the agent opened another socket")
         self.agents[line.node_id] = line
         line.follow(self.keeper.rows.get(line.node_id), self._drains_told)
+        self.tickets.tell(line)
         self.wake("commands")
 
     def hang_up(self, line: AgentLine) -> None:

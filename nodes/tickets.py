@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from django.db import DatabaseError, InterfaceError
 
@@ -15,15 +15,32 @@ from core.db.threads import run_in_database
 from core.limits import limits
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.services.tickets import TicketKeyring, ensure_ticket_key, find_ticket_refusal, store_ticket_refusal
+from nodes.services.tickets import (
+    TicketKeyring,
+    ensure_ticket_key,
+    find_ticket_refusal,
+    load_ticket_keys,
+    store_ticket_refusal,
+)
 from wire import bridge
 
 logger = logging.getLogger("muster.nodes")
 
-StoreUsage = Callable[[Sequence[tuple[uuid.UUID, bridge.TicketUsage]]], Coroutine[Any, Any, None]]
+Refusals = Mapping[tuple[uuid.UUID, str], str]
+"""Why what a node said of a ticket had no effect, by node and ticket."""
+StoreUsage = Callable[[Sequence[tuple[uuid.UUID, bridge.TicketUsage]]], Coroutine[Any, Any, Refusals]]
 """Writes down what nodes say of tickets, each with the node that says it. Raises DatabaseError."""
 HearUsage = Callable[[uuid.UUID, bridge.TicketUsage], None]
 """Told at once what a node says of a ticket, before that is written down."""
+
+
+class KeyTaker(Protocol):
+    """A node as far as it is told of ticket keys. ``told_ticket_keys``: what it knows, by id; None = it takes no tickets."""
+
+    told_ticket_keys: tuple[str, ...] | None
+
+    def send_message(self, message: bridge.Message) -> object:
+        """Send a message soon."""
 
 
 class TicketChannel:
@@ -32,19 +49,20 @@ class TicketChannel:
     def __init__(
         self,
         registry: LinkRegistry,
+        agents: Mapping[uuid.UUID, KeyTaker],
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         wake: Callable[[], None],
-        store_usage: StoreUsage | None,
-        hear_usage: HearUsage | None,
+        store: StoreUsage | None,
+        hear: HearUsage | None,
     ) -> None:
         self.keyring = TicketKeyring()
         self._limits = limits().nodes
-        self._registry = registry
+        self._registry, self._agents = registry, agents
         self._spawn = spawn
         self._wake = wake
-        self._store_usage = store_usage
-        self._hear_usage = hear_usage
+        self._store_usage = store
+        self._hear_usage = hear
         self._usage: dict[tuple[uuid.UUID, str], bridge.TicketUsage] = {}
         """What nodes said of tickets and the database does not know yet, the newest of each, by node and ticket."""
 
@@ -62,18 +80,30 @@ class TicketChannel:
         except (DatabaseError, InterfaceError):
             logger.warning("node.ticket_url_not_checked node_id=%s; looked at when the node registers again", node_id)
 
+    async def ensure_key(self) -> None:
+        """See to it that there is a key before a node is told of them. Raises DatabaseError."""
+        if self.keyring.is_empty:
+            await run_in_database(ensure_ticket_key)
+            self.keyring.take(await run_in_database(load_ticket_keys))
+
     def tell_keys(self) -> None:
         """Tell the nodes that take tickets which keys verify them now, those that do not know it yet."""
         links = (link for link in self._registry if isinstance(link, RelayLink))
-        takers = [link for link in links if link.told_ticket_keys is not None]
-        if not takers:
+        nodes: list[KeyTaker] = [*links, *self._agents.values()]
+        if takers := [node for node in nodes if node.told_ticket_keys is not None]:
+            keys = self.keyring.list_public()
+            for taker in takers:
+                self.tell(taker, keys)
+
+    def tell(self, taker: KeyTaker, keys: list[bridge.TicketPublicKey] | None = None) -> None:
+        """Tell one node the keys (None = those of now), unless it knows them or takes no tickets."""
+        if taker.told_ticket_keys is None:
             return
-        keys = self.keyring.list_public()
+        keys = self.keyring.list_public() if keys is None else keys
         kids = tuple(key.kid for key in keys)
-        for link in takers:
-            if link.told_ticket_keys != kids:
-                link.told_ticket_keys = kids
-                link.send_message(bridge.TicketKeys(keys=keys))
+        if taker.told_ticket_keys != kids:
+            taker.told_ticket_keys = kids
+            taker.send_message(bridge.TicketKeys(keys=keys))
 
     def take_usage(self, link: RelayLink, reports: Sequence[bridge.TicketUsage]) -> None:
         """Note what became of requests with tickets; the node says it again until it hears that it is stored."""
@@ -89,20 +119,39 @@ class TicketChannel:
                 self._hear_usage(link.node_id, report)
         self._wake()
 
+    async def take_usage_of_agent(self, node_id: uuid.UUID, reports: Sequence[bridge.TicketUsage]) -> bridge.UsageTaken:
+        """Write down what an agent says and return the answer. What is over the most of a node is not named: it says it again.
+
+        Raises DatabaseError.
+        """
+        said = list(reports[: self._limits.ticket_reports_per_node])
+        answer = bridge.UsageTaken(taken={report.ticket_id: report.status for report in said})
+        if self._store_usage is None or not said:
+            return answer
+        refused = await self._store_usage([(node_id, report) for report in said])
+        for report in said:
+            if self._hear_usage is not None:
+                self._hear_usage(node_id, report)
+        answer.refused = {ticket_id: why for (_, ticket_id), why in refused.items()}
+        return answer
+
     async def store(self) -> None:
         """Have what nodes said written down, and tell them. Raises DatabaseError: it is kept then."""
         due = dict(islice(self._usage.items(), self._limits.channel_statuses))
         if not due or self._store_usage is None:
             return
-        await self._store_usage([(node_id, report) for (node_id, _), report in due.items()])
-        taken: dict[uuid.UUID, dict[str, str]] = {}
+        refused = await self._store_usage([(node_id, report) for (node_id, _), report in due.items()])
+        answers: dict[uuid.UUID, bridge.UsageTaken] = {}
         for (node_id, ticket_id), report in due.items():
-            taken.setdefault(node_id, {})[ticket_id] = report.status
+            answer = answers.setdefault(node_id, bridge.UsageTaken(taken={}))
+            answer.taken[ticket_id] = report.status
+            if (why := refused.get((node_id, ticket_id))) is not None:
+                answer.refused[ticket_id] = why
             if self._usage.get((node_id, ticket_id)) is report:  # else the node has said something newer meanwhile
                 del self._usage[node_id, ticket_id]
-        for node_id, statuses in taken.items():
+        for node_id, answer in answers.items():
             link = self._registry.get(node_id)
             if isinstance(link, RelayLink) and not link.closed:
-                link.send_message(bridge.UsageTaken(taken=statuses))
+                link.send_message(answer)
         if self._usage:
             self._wake()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from wire.bridge import NodeGovernance, TicketPublicKey
+from wire.bridge import NodeGovernance, TicketPublicKey, UsageReport
 from wire.unreadable import UNREADABLE
 
 METALYARD = "metalyard"
@@ -71,9 +71,13 @@ class Capacity(msgspec.Struct, kw_only=True):
 
 
 class Wishes(msgspec.Struct, kw_only=True):
-    """What an agent asks for (ours). ``relay``: requests over the session's socket, as muster v1 frames."""
+    """What an agent asks for (ours). ``relay``: requests over the session's socket, as muster v1 frames.
+
+    ``tickets``: clients that come to its endpoint with a ticket, which it verifies, uses once and reports.
+    """
 
     relay: bool = False
+    tickets: bool = False
 
 
 class AgentRegister(msgspec.Struct, kw_only=True):
@@ -104,7 +108,8 @@ class AgentRegister(msgspec.Struct, kw_only=True):
 class AgentConfig(msgspec.Struct, kw_only=True):
     """What an agent goes by. Times in seconds; ``time``: this server's clock, ISO 8601 UTC.
 
-    ``ticket_keys`` verify tickets (``wire.ticket``), whose audience is the ``node_id`` of the registration.
+    ``ticket_keys`` verify tickets (``wire.ticket``), whose audience is the ``node_id`` of the registration. An agent that asked
+    for tickets is told of others by a ``ticket_keys`` message on its socket, and in each answer to its heartbeats by HTTP.
     """
 
     stale_after_s: float
@@ -176,7 +181,8 @@ class AgentCommandStatus(msgspec.Struct, tag="command_status", tag_field="type",
     receipt: str = ""
 
 
-AgentMessage = AgentHeartbeat | AgentCommandStatus
+AgentMessage = AgentHeartbeat | AgentCommandStatus | UsageReport
+"""``UsageReport`` (ours) as muster v1 nodes say it; an answer of the same kind names every report in it."""
 
 _encoder = msgspec.json.Encoder()
 _registers = msgspec.json.Decoder(AgentRegister)

@@ -176,13 +176,14 @@ class TicketPublicKey(msgspec.Struct, kw_only=True):
 class TicketUsage(msgspec.Struct, omit_defaults=True, kw_only=True):
     """What became of a request that came with a ticket. ``status``: running, or how a request ends (``wire.contract``).
 
+    ``record_id`` as in the ticket; it may be left out, because the ticket's own id names it too.
     ``usage``: as the engine counted, None = it did not say. ``code``: why not, for programs. ``inference_ms``: from the
     ticket's first use to the last byte; ``queue_ms`` of them it waited.
     """
 
     ticket_id: str
-    record_id: str
-    model: str
+    record_id: str = ""
+    model: str = ""
     status: str
     endpoint: str = ""
     is_streaming: bool = False
@@ -317,9 +318,13 @@ class TicketKeys(Message, tag="ticket_keys"):
 
 
 class UsageTaken(Message, tag="usage_taken"):
-    """muster v1: what the server knows of tickets, or never will: their status by id. The node does not repeat that."""
+    """muster v1: what the server knows of tickets, or never will: their status by id. The node does not repeat that.
+
+    ``refused``: why those of them had no effect, in a sentence.
+    """
 
     taken: dict[str, str]
+    refused: dict[str, str] = {}
 
 
 # worker -> server

@@ -26,6 +26,7 @@ _CODES = {
 }
 _STATES = FINAL_REQUEST_STATES | {RequestState.RUNNING}
 _OPEN = [state.value for state in OPEN_REQUEST_STATES]
+_UNKNOWN = "No ticket of this id was given, or its record is not kept any more."
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +44,56 @@ class EndedRequest:
     is_estimated: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StoredUsage:
+    """The records that have ended by what nodes said, and why the rest had no effect, by node and ticket."""
+
+    ended: list[EndedRequest]
+    refused: dict[tuple[uuid.UUID, str], str]
+
+
+class _NoEffect(Exception):
+    """What a node says of a ticket changes nothing; the text says why."""
+
+
 @transaction.atomic
-def store_usage(reports: Sequence[tuple[uuid.UUID, TicketUsage]]) -> list[EndedRequest]:
-    """Write down what nodes say, each with the node that says it; return the records that have ended by it.
+def store_usage(reports: Sequence[tuple[uuid.UUID, TicketUsage]]) -> StoredUsage:
+    """Write down what nodes say, each with the node that says it.
 
     Without effect: a report of a record that has ended, of another node's, or of one that came with no ticket.
     """
-    ended = [_store(node_id, report) for node_id, report in reports]
-    return [one for one in ended if one is not None]
+    stored = StoredUsage([], {})
+    for node_id, report in reports:
+        try:
+            ended = _store(node_id, report)
+        except _NoEffect as refusal:
+            stored.refused[node_id, report.ticket_id] = str(refusal)
+        else:
+            stored.ended.extend([ended] if ended is not None else [])
+    return stored
 
 
 def _store(node_id: uuid.UUID, report: TicketUsage) -> EndedRequest | None:
-    record_id = parse_id("req", report.record_id)
-    if record_id is None or report.status not in _STATES or report.ticket_id != f"tkt_{record_id.hex}":
-        return None
-    records = RequestRecord.objects.filter(
-        pk=record_id,
-        created_at__range=_find_partition(record_id),
-        endpoint=TICKETS_PATH,
-        node_id=node_id,
-        state__in=_OPEN,
-    )
+    """Return the record if it has ended now. Raises _NoEffect."""
+    record_id = parse_id("tkt", report.ticket_id)
+    is_sound = record_id is not None and report.ticket_id == f"tkt_{record_id.hex}"
+    if record_id is None or not is_sound or (record_id.int >> 80) / 1000 > clock.unix_s() + limits().gateway.ticket_made_s:
+        raise _NoEffect(_UNKNOWN)  # a moment far ahead is no date
+    if report.record_id and parse_id("req", report.record_id) != record_id:
+        raise _NoEffect("The record_id is not that of the ticket.")
+    if report.status not in _STATES:
+        raise _NoEffect(f"The status must be one of {', '.join(sorted(_STATES))}.")
+    records = RequestRecord.objects.filter(pk=record_id, created_at__range=_find_partition(record_id), endpoint=TICKETS_PATH)
+    record = records.select_for_update().first()
+    if record is None:
+        raise _NoEffect(_UNKNOWN)
+    if record.node_id != node_id:
+        raise _NoEffect("The ticket was given for another node.")
+    if record.state not in _OPEN:
+        raise _NoEffect(f"The request of the ticket has ended already, as {record.state}; only the first report counts.")
     state = RequestState(report.status)
     if state is RequestState.RUNNING:
         records.filter(state=RequestState.ASSIGNED.value).update(state=state.value, is_streaming=report.is_streaming)
-        return None
-    record = records.select_for_update().first()
-    if record is None:
         return None
     _fill_in(record, report, state)
     record.save(update_fields=[*_FILLED])

@@ -20,7 +20,7 @@ from nodes.errors import BadRequest, InvalidNodeToken, NodeError
 from nodes.services.agents import find_endpoint, register_agent
 from nodes.services.credentials import read_jwt_subject
 from nodes.states import freshness_windows
-from wire import agent, clock
+from wire import agent, bridge, clock
 from wire.ids import format_id
 
 
@@ -76,6 +76,8 @@ class AgentViews:
         endpoint = await asyncio.to_thread(find_endpoint, said)
         work = partial(register_agent, credential=credential, said=said, peer_address=client.address, endpoint=endpoint)
         session = await run_in_database(work)
+        if said.config.tickets:
+            await self._channel.tickets.ensure_key()
         policy = self._channel.limits
         windows = freshness_windows(policy, protocol=agent.METALYARD)
         config = agent.AgentConfig(
@@ -96,7 +98,7 @@ class AgentViews:
         send_answer(client, 200, answer)
 
     async def poll(self, client: ClientConnection) -> None:
-        """``POST /api/v1/session/{id}``: a heartbeat or a command's status over HTTP; the answer holds commands."""
+        """``POST /api/v1/session/{id}``: a heartbeat, a command's status or usage over HTTP; the answer holds commands."""
         session_id = str(client.scope["url_route"]["kwargs"]["session_id"])
         token = _read_bearer(client.headers)
         node = await find_session(self._channel, session_id, token=token, address=client.address)
@@ -108,8 +110,18 @@ class AgentViews:
             self._channel.take_command_status(node.pk, node.name, said)
             send_answer(client, 200, {"commands": []})
             return
+        if isinstance(said, bridge.UsageReport):
+            taken = await self._channel.tickets.take_usage_of_agent(node.pk, said.reports)
+            send_answer(client, 200, {"commands": [], "taken": taken.taken, "refused": taken.refused})
+            return
         standing, commands = await client.wait_for_work(poll(self._channel, node, said, wait_s=_read_wait(client)))
-        answer = {"commands": commands, "status": standing.status.value, "should_drain": standing.should_drain}
+        answer: dict[str, object] = {
+            "commands": commands,
+            "status": standing.status.value,
+            "should_drain": standing.should_drain,
+        }
+        if node.ticket_url:
+            answer["ticket_keys"] = self._channel.tickets.keyring.list_public()
         send_answer(client, 200, answer)
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from core.limits import limits
 from gateway.dialects.surface import SURFACES
-from wire import agent
+from wire import agent, bridge
 from wire.bounds import BOUNDS
 from wire.contract import ErrorCode
 
@@ -406,10 +406,13 @@ AGENT_PATHS: dict[str, Schema] = {
 
 def make_agent_schemas() -> dict[str, Schema]:
     """Return the schemas of what agents send and get."""
-    kinds = [agent.AgentRegister, agent.AgentRegistered, agent.AgentHeartbeat, agent.AgentCommandStatus, agent.AgentCommand]
+    sent = [agent.AgentHeartbeat, agent.AgentCommandStatus, bridge.UsageReport]
+    kinds = [agent.AgentRegister, agent.AgentRegistered, agent.AgentCommand, *sent]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    message = either(ref("AgentHeartbeat"), ref("AgentCommandStatus"))
-    commands = members("commands", commands=listed(ref("AgentCommand")), status=TEXT, should_drain=FLAG)
+    message = either(*(ref(kind.__name__) for kind in sent))
+    statuses = {"type": "object", "additionalProperties": TEXT}
+    commands = members("commands", commands=listed(ref("AgentCommand")), status=TEXT, should_drain=FLAG, taken=statuses,
+        refused=statuses, ticket_keys=listed(ref("TicketPublicKey")))  # fmt: skip
     return {**schemas, "AgentMessage": message, "AgentCommands": commands}
 
 

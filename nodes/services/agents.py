@@ -98,6 +98,9 @@ def register_agent(
     is_relayed = said.config.relay
     if not url and not is_relayed:
         warnings.append("network.endpoint is missing, so no gateway can send this node requests.")
+    has_tickets = said.config.tickets and bool(url)
+    if said.config.tickets and not url:
+        warnings.append("config.tickets needs network.endpoint: clients with tickets are sent there.")
     models, remarks = clean_models(message.models, limits().nodes)
     warnings += remarks
     changes: dict[str, object] = {
@@ -107,6 +110,8 @@ def register_agent(
         "epoch": node.epoch + 1,
         "reach": Reach.DIRECT.value if url and not is_relayed else Reach.RELAY.value,
         "public_base_url": url[: limits().nodes.url_chars],
+        "ticket_url": url[: limits().nodes.url_chars] if has_tickets else "",
+        "ticket_error": refusal[: limits().nodes.probe_error_chars] if has_tickets else "",
         "agent_version": (message.agent_version or "")[:60],
         "max_concurrent": min(max(1, said.capacity.max_concurrent_requests), limits().nodes.max_concurrent_cap),
         "model_names": list(models),

@@ -18,6 +18,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 from django.utils import timezone
 
+from core.hints import publish_hint
 from gateway.models import ApiKey, RequestRecord, UsageEvent
 from gateway.process import GatewayRuntime
 from gateway.services.figures import update_figures
@@ -27,7 +28,7 @@ from gateway.services.requests import close_orphaned_requests, read_traffic
 from gateway.services.tickets import store_usage
 from gateway.urls import make_application
 from gateway.values import TICKETS_PATH, Budget, BudgetKind
-from nodes.models import Node, TicketKey
+from nodes.models import Node, NodePresence, TicketKey
 from nodes.services.tickets import (
     TicketKeyring,
     ensure_ticket_key,
@@ -78,10 +79,33 @@ class Central:
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             return await client.get(path, headers={"authorization": f"Bearer {key}"})
 
-    async def post(self, path: str, body: object) -> httpx.Response:
+    async def post(self, path: str, body: object, *, token: str | None = None) -> httpx.Response:
         transport = httpx.ASGITransport(app=on_our_server(self.application))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            return await client.post(path, json=body, headers={"authorization": f"Bearer {self.key}"})
+            return await client.post(path, json=body, headers={"authorization": f"Bearer {token or self.key}"})
+
+    async def register_agent(self, number: int = 1, **changes: Any) -> dict[str, Any]:
+        """Register an agent that takes tickets at its endpoint."""
+        body = {
+            "agent_id": f"7a1c4d0e-6a52-4c55-9f0e-0d6f4f6c2b0{number}", "models_available": [{"model_id": "m", "loaded": True}],
+            "network": {"endpoint": "10.0.0.7:9000"}, "config": {"tickets": True}, **changes,
+        }  # fmt: skip
+        answer = await self.post("/api/v1/register", body, token=self.node_secret)
+        assert answer.status_code == 200, answer.text
+        said: dict[str, Any] = answer.json()
+        return said
+
+    @asynccontextmanager
+    async def agent_socket(self, session_id: str) -> AsyncIterator[NodeSocket]:
+        socket = NodeSocket(headers={})
+        socket.scope["path"] = f"/api/v1/session/{session_id}"
+        task = asyncio.ensure_future(self.application(socket.scope, socket.to_server.get, socket.send))
+        try:
+            yield socket
+        finally:
+            socket.hang_up()
+            async with asyncio.timeout(30):
+                await task
 
     @asynccontextmanager
     async def node(self, ticket_url: str = URL, **fields: Any) -> AsyncIterator[NodeSocket]:
@@ -107,7 +131,7 @@ def _make_rows() -> str:
 
 @pytest.fixture
 async def central() -> AsyncIterator[Central]:
-    key, (_, secret) = await _make_rows(), await enrol(max_nodes=2)
+    key, (_, secret) = await _make_rows(), await enrol(max_nodes=3)
     runtime = GatewayRuntime()
     await runtime.start()
     try:
@@ -303,6 +327,109 @@ async def test_a_relayed_stream_says_so_when_there_is_no_other_node_and_nothing_
             await eventually(lambda: not list(central.runtime.registry), "the node is gone")
 
 
+def read_keys(keys: list[dict[str, str]]) -> dict[str, bytes]:
+    return {key["kid"]: base64.urlsafe_b64decode(key["public_key"] + "=") for key in keys}
+
+
+def list_said(socket: NodeSocket, kind: str) -> list[dict[str, Any]]:
+    said = [json.loads(event["text"]) for event in socket.sent if "text" in event]
+    return [message for message in said if message["type"] == kind]
+
+
+def _answer_probes() -> None:
+    NodePresence.objects.update(probed_at=timezone.now(), probe_error="")
+    publish_hint("nodes")
+
+
+async def ask_agent_ticket(central: Central, registered: dict[str, Any]) -> tuple[dict[str, Any], Ticket]:
+    await sync_to_async(_answer_probes)()
+    await eventually(
+        lambda: any(link.ticket_url and not link.unhealthy_reason for link in central.runtime.registry), "its endpoint answers"
+    )
+    answer = await central.ask(max_tokens=64)
+    assert answer.status_code == 201, answer.text
+    said = answer.json()
+    keys = read_keys(registered["config"]["ticket_keys"])
+    return said, verify_ticket(said["ticket"], keys, audience=registered["node_id"], now=clock.unix_s())
+
+
+async def test_an_agent_that_asks_for_tickets_gets_clients_and_its_first_report_counts(central: Central) -> None:
+    registered = await central.register_agent()
+    assert registered["config"]["warnings"] == []
+    said, ticket = await ask_agent_ticket(central, registered)
+    assert (said["base_url"], ticket.gpu_endpoint) == ("http://10.0.0.7:9000/v1", "http://10.0.0.7:9000")
+    (link,) = central.runtime.registry
+    path, ticket_id = f"/api/v1/session/{registered['session_id']}", said["ticket_id"]
+    report: dict[str, Any] = {"ticket_id": ticket_id, "model": "m", "status": "running"}
+    message = {"type": "usage_report", "reports": [report]}
+    taken = (await central.post(path, message, token=central.node_secret)).json()
+    assert taken == {"commands": [], "taken": {ticket_id: "running"}, "refused": {}}
+    report |= {"status": "completed", "usage": {"prompt_tokens": 7, "completion_tokens": 9}, "inference_ms": 1250}
+    async with central.agent_socket(registered["session_id"]) as socket:
+        for number in (1, 2):
+            socket.say(json.dumps(message))
+            await eventually(lambda: len(list_said(socket, "usage_taken")) == number, "it is answered")  # noqa: B023
+        first, again = list_said(socket, "usage_taken")
+        assert first == {"type": "usage_taken", "taken": {ticket_id: "completed"}}
+        assert "has ended already, as completed" in again["refused"][ticket_id]
+    record = await find_record(ticket_id)
+    assert (record.state, record.prompt_tokens, record.completion_tokens, record.latency_ms) == ("completed", 7, 9, 1250)
+    assert not link.active, "its slot is free"
+
+
+async def test_what_an_agent_may_not_say_of_a_ticket_changes_nothing_and_is_answered(central: Central) -> None:
+    registered, other = await central.register_agent(1), await central.register_agent(2, config={})
+    said, ticket = await ask_agent_ticket(central, registered)
+    far = "tkt_ffffffffffffffffffffffffffffffff"
+    for who, changes, why in (
+        (other, {}, "another node"),
+        (registered, {"ticket_id": far}, "No ticket of this id"),
+        (registered, {"ticket_id": "tkt_1"}, "No ticket of this id"),
+        (registered, {"record_id": far}, "record_id"),
+        (registered, {"status": "done"}, "status must be one of"),
+    ):
+        report = {"ticket_id": said["ticket_id"], "model": "m", "status": "completed", **changes}
+        message = {"type": "usage_report", "reports": [report]}
+        answer = await central.post(f"/api/v1/session/{who['session_id']}", message, token=central.node_secret)
+        assert why in answer.json()["refused"][report["ticket_id"]], changes
+    assert (await find_record(said["ticket_id"])).state == "assigned"
+    del ticket
+    session = f"/api/v1/session/{registered['session_id']}"
+    wrong = await central.post(session, {"type": "usage_report", "reports": [{"status": 1}]}, token=central.node_secret)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "reports[0].status")
+
+
+async def test_an_agent_hears_of_a_new_key_on_its_socket_and_when_it_polls_and_the_others_hear_nothing(
+    central: Central,
+) -> None:
+    registered, unaware = await central.register_agent(1), await central.register_agent(2, config={})
+    async with central.agent_socket(registered["session_id"]) as socket, central.agent_socket(unaware["session_id"]) as other:
+        await eventually(lambda: bool(list_said(socket, "ticket_keys")), "it is told the keys of now")
+        kid = await sync_to_async(rotate_ticket_key)(actor=ACTOR)
+        await eventually(lambda: kid in str(list_said(socket, "ticket_keys")), "it is told the new key")
+        assert not list_said(other, "ticket_keys")
+    beat = {"type": "heartbeat", "gpu_states": [], "models_loaded": ["m"]}
+    for who, knows in ((registered, True), (unaware, False)):
+        answer = await central.post(f"/api/v1/session/{who['session_id']}", beat, token=central.node_secret)
+        assert (kid in read_keys(answer.json().get("ticket_keys", []))) is knows
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"config": {}}, ""),
+        ({"network": {"endpoint": "8.8.8.8:80"}}, "network.endpoint is not called"),
+        ({"network": {}}, "config.tickets needs network.endpoint"),
+    ],
+)
+async def test_no_client_is_sent_to_an_agent_that_did_not_ask_for_it_or_cannot_be_reached(
+    central: Central, changes: dict[str, Any], warning: str
+) -> None:
+    registered = await central.register_agent(**changes)
+    assert warning in " ".join(registered["config"]["warnings"])
+    assert (await central.ask()).json()["relay"] is True
+
+
 async def test_following_ends_when_the_request_of_a_ticket_has_ended(central: Central) -> None:
     set_limits(gateway={"ticket_look_s": 0.02})
     async with central.node() as socket:
@@ -489,10 +616,12 @@ def ticket_record(node: Node, **changes: Any) -> RequestRecord:
 def test_a_node_speaks_for_its_own_tickets_alone() -> None:
     node, other = make_node(), make_node("other")
     record, relayed = ticket_record(node), make_record(node_id=node.pk, state=RequestState.RUNNING)
-    assert store_usage([(other.pk, report_of(record)), (node.pk, report_of(relayed))]) == []
-    assert store_usage([(node.pk, report_of(record, ticket_id="tkt_0")), (node.pk, report_of(record, status="queued"))]) == []
-    assert store_usage([(node.pk, report_of(record, record_id="req_x"))]) == []
-    (ended,) = store_usage([(node.pk, report_of(record, bytes_out=10_000))])
+    for who, report in (
+        (other, report_of(record)), (node, report_of(relayed)), (node, report_of(record, ticket_id="tkt_0")),
+        (node, report_of(record, status="queued")), (node, report_of(record, record_id="req_x")),
+    ):  # fmt: skip
+        assert store_usage([(who.pk, report)]).ended == []
+    (ended,) = store_usage([(node.pk, report_of(record, bytes_out=10_000))]).ended
     assert [event.event_id for event in UsageEvent.objects.all()] == [record.pk], "what it used is told once"
     assert update_figures() == 0, "a node does not praise itself"
     assert ended.state is RequestState.COMPLETED
@@ -516,4 +645,4 @@ def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_b
     assert [record.state for record in (fresh, unused, late)] == ["running", "cancelled", "interrupted"]
     assert (unused.error_code, read_traffic().failed) == ("TICKET_UNUSED", 1), "a ticket that nobody used has not failed"
     assert {event.event_id: event.tokens for event in UsageEvent.objects.all()} == {unused.pk: 90, late.pk: 80}, "at the cap"
-    assert store_usage([(node.pk, report_of(late))]) == [], "what has ended stays as it is"
+    assert store_usage([(node.pk, report_of(late))]).ended == [], "what has ended stays as it is"
