@@ -45,7 +45,9 @@ from wire.events import EndReader, open_end_reader
 from wire.ids import format_id, new_uuid7
 from wire.limits import WIRE
 
-_OK = int(HTTPStatus.OK)  # a member takes ten times as long to look up
+# A member takes ten times as long to look up.
+_OK = int(HTTPStatus.OK)
+_COMPLETE, _GOOD, _RUNNING = EndKind.COMPLETE, Verdict.GOOD, RequestState.RUNNING
 
 
 @dataclass(slots=True, eq=False)
@@ -266,7 +268,7 @@ class FastRequest(KnownCycle, Sink):
         record.node_id, record.node_name = lease.link.node_id, lease.link.node_name
         if lease.choice is not None:
             record.decision = path.pipeline.dispatcher.describe(lease)
-        record.state = RequestState.RUNNING
+        record.state = _RUNNING
         if self._reservation is not None:
             record.reserved_tokens, record.reserved_micros = self._reservation.tokens, self._reservation.micros
         self._record = record
@@ -344,9 +346,7 @@ class FastRequest(KnownCycle, Sink):
     def on_end(self, end: LinkEnd) -> None:
         """Finish a whole answer; every other end is judged by the pipeline."""
         ends = self.ends
-        is_usual = (
-            end.kind is EndKind.COMPLETE and self.status and self._record is not None and not self._connection.flow.write_paused
-        )
+        is_usual = end.kind is _COMPLETE and self.status and self._record is not None and not self._connection.flow.write_paused
         if is_usual and not self.request.is_streaming:
             self._finish(b"".join(self.parts), end)
         elif is_usual and ends is not None and ends.closing and not (b"error" in ends.recent or b"abort" in ends.recent):
@@ -355,7 +355,7 @@ class FastRequest(KnownCycle, Sink):
             self.hand_over(is_over=True).on_end(end)
 
     def on_whole(self, status: int, headers: dict[str, str], body: bytes, end: LinkEnd) -> None:
-        is_usual = status == _OK and end.kind is EndKind.COMPLETE and not self.request.is_streaming
+        is_usual = status == _OK and end.kind is _COMPLETE and not self.request.is_streaming
         if (
             not is_usual
             or self._record is None
@@ -382,7 +382,7 @@ class FastRequest(KnownCycle, Sink):
         # The node is done: its slot goes to the next before the record is written.
         self.stream, self._last = None, last
         self._lease.release()
-        self._path.pipeline.dispatcher.ejections.end(self._trial, Verdict.GOOD, clock.monotonic())
+        self._path.pipeline.dispatcher.ejections.end(self._trial, _GOOD, clock.monotonic())
         self.bytes_out += len(last)
         record.status_code = self.status
         count_tokens(record, self, usage, text_chars=text_chars)
@@ -430,7 +430,7 @@ class FastRequest(KnownCycle, Sink):
 
     def _conclude(self) -> None:
         pipeline, record = self._path.pipeline, self._enter()
-        if record.state is RequestState.COMPLETED:
+        if record.state is COMPLETED.state:
             self._deliver(None)
             return
         pipeline.recorder.fill_in(record, self, self.started, COMPLETED)

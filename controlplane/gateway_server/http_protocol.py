@@ -313,6 +313,13 @@ class Handle:
 class GatewayHttpProtocol(HttpToolsProtocol):
     """One client connection."""
 
+    # With uvicorn's these would be more than 30, and each one would be looked up in a dictionary.
+    __slots__ = (
+        "_ahead_bytes", "_body_open", "_fault", "_forgotten_bytes", "_handle", "_header_bytes", "_headers_open", "_idle_since",
+        "_is_lingering", "_is_mixed", "_limits", "_next_known", "_read_bytes", "_timer", "_whole", "_worker", "fast",
+        "is_deaf", "is_lost", "watching", "writing",
+    )  # fmt: skip
+
     known: ClassVar[KnownRequests | None] = None
     """None = every request goes through ASGI."""
     header_timeout_s: ClassVar[float] = 10.0

@@ -399,7 +399,7 @@ class Dispatcher:
         ``choice`` says how it was chosen.
         """
         model = request.model
-        if model in self._queue or model in self._keeper.disabled_models:
+        if model in self._queue.lines or model in self._keeper.disabled_models:
             return None
         return self._choose(model, request.paths, asker, request, now=now)
 
@@ -459,7 +459,7 @@ class Dispatcher:
         return Lease(self, link, path, model, now, self.ejections.take_probe(link, model, now), choice)
 
     def place_on(self, link: Link) -> None:
-        if not self._queue:
+        if not self._queue.lines:
             return
         now = clock.monotonic()
         while link.can_take(now):
@@ -660,7 +660,7 @@ class Dispatcher:
         return ProviderDisabled(retry_after_s=30) if "disabled" in states else ProviderDeleted(retry_after_s=30)
 
     def _take_change(self, link: Link | None) -> None:
-        if not self._queue:
+        if not self._queue.lines:
             return
         for candidate in [link] if link is not None else list(self._registry):
             self.place_on(candidate)

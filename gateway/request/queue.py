@@ -59,8 +59,8 @@ class WaitQueue(Generic[W]):
 
     starvation_s: float
     idle_tenants: int
-    _lines: dict[str, dict[Paths, dict[tuple[int, str], list[W]]]] = field(default_factory=dict)
-    """Ordered by when waits end, under tier and tenant."""
+    lines: dict[str, dict[Paths, dict[tuple[int, str], list[W]]]] = field(default_factory=dict)
+    """By model, API paths, tier and tenant, ordered by when waits end; no model is there for which nobody waits."""
     _counts: Counter[str] = field(default_factory=Counter)
     """By model."""
     _accounts: dict[str, Account] = field(default_factory=dict)
@@ -70,43 +70,37 @@ class WaitQueue(Generic[W]):
     _floor: float = 0.0
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def __bool__(self) -> bool:
-        return bool(self._lines)
-
-    def __contains__(self, model: str) -> bool:
-        return model in self._lines
-
     @property
     def models(self) -> list[str]:
-        return list(self._lines)
+        return list(self.lines)
 
     def holds(self, model: str, paths: Paths) -> bool:
         """Whether somebody waits for the model on these API paths."""
-        lines = self._lines.get(model)
+        lines = self.lines.get(model)
         return lines is not None and paths in lines
 
     def count(self, model: str) -> int:
         return self._counts[model]
 
     def counts(self) -> dict[str, int]:
-        return {model: self._counts[model] for model in self._lines}
+        return {model: self._counts[model] for model in self.lines}
 
     def count_tenant(self, tenant: str) -> int:
         account = self._accounts.get(tenant)
         return 0 if account is None else account.waiting
 
     def list_waiting(self, models: Iterable[str]) -> list[W]:
-        return [one for model in models for lines in self._lines[model].values() for line in lines.values() for one in line]
+        return [one for model in models for lines in self.lines[model].values() for line in lines.values() for one in line]
 
     def add(self, waiter: W, now: float) -> None:
-        lines = self._lines.setdefault(waiter.model, {}).setdefault(waiter.paths, {})
+        lines = self.lines.setdefault(waiter.model, {}).setdefault(waiter.paths, {})
         insort(lines.setdefault((waiter.tier, waiter.tenant), []), waiter, key=_order)
         self._counts[waiter.model] += 1
         self._open(waiter.tenant, waiter.weight, now).waiting += 1
 
     def remove(self, waiter: W, now: float) -> bool:
         """Take somebody out; False: it is out already."""
-        by_paths = self._lines.get(waiter.model, {})
+        by_paths = self.lines.get(waiter.model, {})
         lines = by_paths.get(waiter.paths, {})
         line = lines.get((waiter.tier, waiter.tenant), [])
         if waiter not in line:
@@ -118,7 +112,7 @@ class WaitQueue(Generic[W]):
             del by_paths[waiter.paths]
         self._counts[waiter.model] -= 1
         if not by_paths:
-            del self._lines[waiter.model], self._counts[waiter.model]
+            del self.lines[waiter.model], self._counts[waiter.model]
         account = self._accounts[waiter.tenant]
         account.waiting -= 1
         self._settle(account)
@@ -131,8 +125,8 @@ class WaitQueue(Generic[W]):
         nothing in a queue whose waits come near ``starvation_s``.
         """
         heads: list[tuple[int, tuple[float, int, float, int], W]] = []
-        for model in self._lines.keys() & models:
-            for paths, lines in self._lines[model].items():
+        for model in self.lines.keys() & models:
+            for paths, lines in self.lines[model].items():
                 if not is_served(model, paths):
                     continue
                 for (tier, tenant), line in lines.items():
@@ -155,7 +149,7 @@ class WaitQueue(Generic[W]):
         """
         ahead, own = 0, 0
         others: Counter[str] = Counter()
-        for lines in self._lines.get(model, {}).values():
+        for lines in self.lines.get(model, {}).values():
             for (other_tier, other), line in lines.items():
                 if other_tier > tier:
                     ahead += len(line)

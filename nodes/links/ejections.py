@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from core.limits import limits
+from core.limits import NodeLimits, limits
 from nodes.links.port import Link, LinkCondition
 
 
@@ -39,6 +39,10 @@ class Verdict(StrEnum):
     SUSPECT = "suspect"
     """It failed before the first byte, and another node may answer: then it was the node's fault, else the request's."""
     NOTHING = "nothing"
+
+
+# A member takes ten times as long to look up.
+_SLOW, _GOOD, _FAILED, _SUSPECT = Fault.SLOW, Verdict.GOOD, Verdict.FAILED, Verdict.SUSPECT
 
 
 class Answer(Protocol):
@@ -117,6 +121,21 @@ class Standing:
     reliability: float | None = None
     latency_ms: float | None = None
     """Known once there are some answers (``nodes.links.port.Figures``)."""
+
+    def count(self, bounds: NodeLimits, now: float, *, took_ms: float | None) -> None:
+        """Count an answer that took so long, or None: a request without one."""
+        if now - self.counted_at > 1.0:  # in a second nothing grows old
+            kept = bounds.figure_kept ** ((now - self.counted_at) / 3600)
+            self.good, self.failed, self.counted_at = self.good * kept, self.failed * kept, now
+        if took_ms is None:
+            self.failed += 1
+        else:
+            self.good += 1
+            self.mean_ms += (bounds.ejection_mean_weight if self.mean_ms else 1.0) * (took_ms - self.mean_ms)
+        counted = self.good + self.failed
+        if counted + 0.5 >= bounds.figure_answers:
+            self.reliability = (self.good + 1) / (counted + 2)
+            self.latency_ms = self.mean_ms or None
 
 
 class Trial(msgspec.Struct, eq=False):
@@ -203,18 +222,18 @@ class Ejections:
         standing = trial.standing
         standing.open.pop(trial, None)
         answer, trial.answer = trial.answer, _UNHEARD  # the request keeps the trial, and is kept by its answer
-        if trial.caller is None or trial.is_judged or verdict is Verdict.SUSPECT:
+        if trial.caller is None or trial.is_judged or verdict is _SUSPECT:
             return
-        if verdict is Verdict.FAILED:
+        if verdict is _FAILED:
             if trial.link.closed and standing.lost_link == id(trial.link):
                 return  # one link that was lost is one fault, whatever ran on it
             standing.lost_link = id(trial.link) if trial.link.closed else 0
             self._take(trial, standing, Fault.FAILED, now)
             return
-        is_slow = self._measure(trial, answer, standing, now, is_whole=verdict is Verdict.GOOD)
+        is_slow = self._measure(trial, answer, standing, now, is_whole=verdict is _GOOD)
         if trial.link.ramp_until and not is_slow:
             trial.link.ramp_up(now)
-        if is_slow or verdict is Verdict.GOOD:
+        if is_slow or verdict is _GOOD:
             self._take(trial, standing, Fault.SLOW if is_slow else None, now)
 
     def note_connect(self, node_id: uuid.UUID, now: float) -> None:
@@ -304,18 +323,8 @@ class Ejections:
         assert trial.caller is not None
         trial.is_judged, standing.heard_at = True, now
         standing.outcomes.append((now, trial.caller, fault))
-        if fault is not Fault.SLOW:
-            bounds = self._limits
-            kept = bounds.figure_kept ** ((now - standing.counted_at) / 3600)
-            standing.good = standing.good * kept + (fault is None)
-            standing.failed = standing.failed * kept + (fault is not None)
-            standing.counted_at = now
-            if fault is None:
-                took_ms = (now - trial.began) * 1000
-                standing.mean_ms += (bounds.ejection_mean_weight if standing.mean_ms else 1.0) * (took_ms - standing.mean_ms)
-            if round(standing.good + standing.failed) >= bounds.figure_answers:
-                standing.reliability = (standing.good + 1) / (standing.good + standing.failed + 2)
-                standing.latency_ms = standing.mean_ms or None
+        if fault is not _SLOW:
+            standing.count(self._limits, now, took_ms=(now - trial.began) * 1000 if fault is None else None)
         if fault is None and not self._held:
             return
         key = (trial.link.node_id, trial.model)

@@ -260,6 +260,8 @@ class HttpStream:
 class HttpLink(Link):
     """A node called over HTTP, or one on another gateway's socket (``is_peer``)."""
 
+    __slots__ = ("_extra", "_host_line", "_streams", "_usual", "pool", "target", "window_bytes")
+
     def __init__(
         self,
         *,

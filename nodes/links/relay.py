@@ -66,6 +66,12 @@ class RelayLink(Link):
     ``on_drained`` is called when everything that waited for the node's line was taken: it may get new work again.
     """
 
+    __slots__ = (
+        "_full_bytes", "_kick", "_streams", "applied_row", "credential_id", "epoch", "governance", "has_news", "instance_id",
+        "is_end_stored", "link_id", "linked_at", "mode_stored_at", "offered_policy", "offered_size", "outbox", "ping_at",
+        "ping_interval_s", "registered_endpoints", "session", "telemetry", "told_ticket_keys", "wanted_mode", "write_frame",
+    )  # fmt: skip
+
     def __init__(
         self,
         *,

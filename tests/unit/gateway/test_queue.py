@@ -49,7 +49,7 @@ def test_tiers_come_first_and_inside_a_tenant_the_wait_that_ends_first() -> None
     low, late, soon, high = Waiter(tier=TIERS["low"]), Waiter(due=30.0), Waiter(due=5.0), Waiter(tier=TIERS["high"], due=60.0)
     waiting = queue(low, late, soon, high)
     assert [take(waiting) for _ in range(4)] == [high, soon, late, low]
-    assert not waiting
+    assert not waiting.lines
     assert waiting.choose(["m"], lambda model, paths: True, 0.0) is None
 
 
@@ -59,7 +59,7 @@ def test_only_what_is_served_is_chosen() -> None:
     waiting = queue(here, elsewhere, embed)
     assert waiting.choose(["m"], lambda model, paths: paths == PATHS, 0.0) is here
     assert waiting.choose(["none"], lambda model, paths: True, 0.0) is None
-    assert (waiting.counts(), waiting.count_tenant("t"), "other" in waiting) == ({"m": 2, "other": 1}, 3, True)
+    assert (waiting.counts(), waiting.count_tenant("t"), "other" in waiting.lines) == ({"m": 2, "other": 1}, 3, True)
     assert waiting.list_waiting(["other"]) == [elsewhere]
 
 
