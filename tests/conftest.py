@@ -88,8 +88,17 @@ def settings_limits(django_test_environment: None) -> Limits:
 
 
 @pytest.fixture(autouse=True)
-def real_clock(settings_limits: Limits) -> None:
-    """Have each test begin on the machine's clock, with the settings' limits, in a process that never stood still."""
+def real_clock(settings_limits: Limits) -> Iterator[None]:
+    """Have each test begin on the machine's clock, with the settings' limits, in a process that never stood still.
+
+    So have the fixtures of the next module, which are made before this one: a test takes its own clock away when it ends.
+    """
+    _reset(settings_limits)
+    yield
+    _reset(settings_limits)
+
+
+def _reset(settings_limits: Limits) -> None:
     clock.install(time)
     install(settings_limits)
     runner_limits.install(runner_limits.Limits())
