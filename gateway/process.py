@@ -220,8 +220,9 @@ class GatewayRuntime:
         logger.info("gateway.started id=%s pid=%d", self.gateway_id, os.getpid())
 
     def begin_stop(self) -> None:
-        """Refuse new work; whoever waits for a node is told to come back."""
+        """Refuse new work; whoever waits for a node is told to come back. What runs for tickets needs no gateway."""
         self.pipeline.is_stopping = True
+        self.tickets.free_slots()
         self.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
 
     def interrupt_running(self) -> None:

@@ -11,7 +11,7 @@ from channels.routing import URLRouter
 
 from core.limits import limits
 from gateway.dialects.surface import DEFAULT_SURFACE, Surface
-from gateway.errors import GatewayError, OriginNotPermitted, RateLimited, RouteNotFound
+from gateway.errors import GatewayError, OriginNotPermitted, RateLimited, RouteNotFound, ShuttingDown
 from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.values import Header, HeaderView, InferenceRequest
 from nodes.errors import TooManySockets
@@ -41,6 +41,8 @@ def refuse(
 
 def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:
     headers = [*_list_headers(error), *extra]
+    if isinstance(error, ShuttingDown):  # asked again on this connection, it would be this gateway once more
+        client.close_after_response()
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     client.respond(error.status, headers, surface.render_error(error, request_id))

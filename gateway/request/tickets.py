@@ -315,6 +315,8 @@ class TicketOffice:
         )
         timer = self._free_after(ticket.ticket_id, limits().gateway.ticket_s)
         self.slots[ticket.ticket_id] = HeldSlot(lease, caller, request, timer)
+        if self.pipeline.is_stopping:
+            self._free(ticket.ticket_id)
         return GivenTicket(
             ticket=issue_ticket(key, ticket),
             ticket_id=ticket.ticket_id,
@@ -342,6 +344,11 @@ class TicketOffice:
     def _free(self, ticket_id: str) -> None:
         if (slot := self.slots.pop(ticket_id, None)) is not None:
             slot.lease.release()
+
+    def free_slots(self) -> None:
+        """Let go of all slots."""
+        for ticket_id in tuple(self.slots):
+            self._free(ticket_id)
 
     def take_ended(self, ended: Sequence[EndedRequest]) -> None:
         """Count and settle requests of which nodes have just said how they ended."""

@@ -547,6 +547,7 @@ async def test_nothing_is_begun_for_a_request_that_was_being_accepted_as_the_gat
     await request.client.wait(lambda: link.streams or request.task.done())
     await request.done()
     assert (request.client.status, request.error["code"]) == (503, "REQUEST_INTERRUPTED")
+    assert request.client.handle.closes, "asked again on its connection, it would be refused again"
     assert await request.record("state", "attempts") == ("interrupted", 0)
 
 

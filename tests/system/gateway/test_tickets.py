@@ -201,6 +201,15 @@ async def test_a_slot_is_held_while_the_request_of_a_ticket_runs_and_free_when_i
         await eventually(lambda: not link.active, "nobody used the ticket")
 
 
+async def test_a_gateway_that_stops_waits_for_no_direct_request_and_gives_no_more_tickets(central: Central) -> None:
+    async with central.node() as socket:
+        await take_ticket(central, socket)
+        assert central.runtime.running_requests == 1
+        central.runtime.begin_stop()
+        assert (central.runtime.running_requests, central.runtime.tickets.slots) == (0, {})
+        assert (await central.ask()).status_code == 503
+
+
 async def test_what_a_node_reports_ends_the_record_once_and_the_node_hears_that(central: Central) -> None:
     async with central.node() as socket:
         said, ticket = await take_ticket(central, socket)
