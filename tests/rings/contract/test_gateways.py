@@ -365,6 +365,7 @@ class Crowd:
     """Streams that a node itself brought to their end, for a ticket."""
     direct_cut: list[str] = field(default_factory=list)
     """Why those that a node did not bring to their end ended."""
+    on_direct_piece: Callable[[], None] = lambda: None
     is_over: bool = False
 
     async def ask_on(self) -> None:
@@ -410,6 +411,7 @@ class Crowd:
                             model=ticket["model"], messages=SLOW, max_tokens=64, stream=True
                         ):
                             finish = piece.choices[0].finish_reason if piece.choices else finish
+                            self.on_direct_piece()
                     self.direct += 1
                     if finish is None:
                         self.direct_cut.append("no finish_reason")
@@ -530,6 +532,33 @@ async def test_with_a_gateway_killed_every_twenty_seconds_each_request_is_answer
         assert states["completed"] >= crowd.answered + crowd.direct
         assert crowd.answered > KILLS * 100
         assert crowd.cut <= states["interrupted"]
+
+
+async def test_a_direct_stream_outlives_all_gateways_and_its_report_waits_for_one(lab: Lab) -> None:
+    with lend_rolled(lab.stack) as start:
+        gateways = [start(0), start(1)]
+        model = await lab.model(*gateways)
+        async with serve_engine(models=[model]) as engine:
+            with run_node(lab, engine, model, *gateways) as name:
+                for gateway in gateways:
+                    await eventually(partial(is_linked, gateway, name), within_s=60, what=f"{gateway.name} has the node")
+                crowd = Crowd(gateways[0].url, lab.stack.ready.api_key, model)
+                begun, direct = asyncio.Event(), asyncio.create_task(crowd.ask_directly())
+                crowd.on_direct_piece = begun.set
+                async with asyncio.timeout(60):
+                    await begun.wait()
+                crowd.is_over = True
+                for gateway in gateways:
+                    assert gateway.process is not None
+                    gateway.process.kill()
+                    await asyncio.to_thread(gateway.process.wait)
+                await direct
+                assert (crowd.direct, crowd.direct_cut) == (1, [])
+                (record,) = await lab.records(model)
+                assert record["status"] in {"assigned", "running"}, "nobody could be told"
+                await asyncio.to_thread(start, 1)
+                (record,) = await lab.final(model, 1, within_s=60)
+                assert (record["status"], record["completion_tokens"] > 0) == ("completed", True)
 
 
 ROOT = Path(__file__).resolve().parents[3]
