@@ -52,29 +52,12 @@ def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (
         liked = choose_link([link for link in candidates if link.is_called(prefer) and link not in avoid], now=now)
         if liked is not None:
             return liked
-    best: L | None = None
-    fallback: L | None = None
-    for link in candidates:
-        if not link.can_take(now):
-            continue
-        if avoid and link in avoid:
-            fallback = _better(fallback, link)
-        else:
-            best = _better(best, link)
-    return best if best is not None else fallback
+    free = [link for link in candidates if link.can_take(now)]
+    return min([link for link in free if link not in avoid] or free, key=_order, default=None)
 
 
-def _better(current: L | None, link: L) -> L:
-    if current is None or (link.load, link.last_served) < (current.load, current.last_served):
-        return link
-    return current
-
-
-def _find_least_loaded(links: Sequence[L]) -> L:
-    best = links[0]
-    for link in links:
-        best = _better(best, link)
-    return best
+def _order(link: Replica) -> tuple[int, int]:
+    return link.load, link.last_served
 
 
 Parts = tuple[float, float, float, float, float]
@@ -136,6 +119,8 @@ class Placement:
         self._limits = limits
         self.weights = Weights.make(limits, {})
         self._own_weights = {} if own_weights is None else own_weights
+        self._said = self.weights, self.weights.thousandths
+        """The weights that a decision named last, and how."""
         self._prefixes = PrefixIndex(
             block_bytes=limits.prefix_block_bytes, most=limits.prefix_blocks, per_prompt=limits.prefix_prompt_blocks
         )
@@ -179,11 +164,12 @@ class Placement:
             return Choice(links[0], wish, "only_free")
         figures = [link.figures.get(model) or link.standings.get(model) for link in links]
         shares = self._find_shares(links, model, wish, held_s) if wish is not None else {}
-        latencies = [one.latency_ms for one in figures if one is not None and one.latency_ms]
-        reliabilities = [one.reliability for one in figures if one is not None and one.reliability is not None]
+        known = [one for one in figures if one is not None]
+        latencies = [latency_ms for one in known if (latency_ms := one.latency_ms)]
+        reliabilities = [reliability for one in known if (reliability := one.reliability) is not None]
         is_known = bool(shares or latencies or reliabilities)
         if not is_known and not self._limits.decision_candidates:
-            return Choice(_find_least_loaded(links), wish, "least_load")
+            return Choice(min(links, key=_order), wish, "least_load")
         floor = self._limits.score_latency_floor_ms
         fastest = max(floor, min(latencies, default=floor))
         # A node of which nothing is known yet counts as an average one.
@@ -196,24 +182,23 @@ class Placement:
         top = 0.0
         for link, one in zip(links, figures, strict=True):
             load, slots = link.active + link.external_load, link.max_concurrent
-            idle = 1 - load / slots if load < slots else 0.0
-            latency_ms = one.latency_ms if one is not None else None
-            fast = usual_latency if not latency_ms else fastest / latency_ms if latency_ms > fastest else 1.0
-            reliable = usual_reliability if one is None or one.reliability is None else one.reliability
+            idle, active = 1 - load / slots if load < slots else 0.0, 1 / (load + 1)
+            fast, reliable = usual_latency, usual_reliability
+            if one is not None:
+                if latency_ms := one.latency_ms:
+                    fast = fastest / latency_ms if latency_ms > fastest else 1.0
+                if (reliability := one.reliability) is not None:
+                    reliable = reliability
             affine = shares.get(link, 0.0) if shares else 0.0
             # As ``score`` says it; a call for each candidate would take longer than the sum.
-            total = w_load * idle + w_active / (load + 1) + w_latency * fast + w_reliability * reliable + w_affinity * affine
-            scored.append((link, (idle, 1 / (load + 1), fast, reliable, affine), total))
+            total = w_load * idle + w_active * active + w_latency * fast + w_reliability * reliable + w_affinity * affine
+            scored.append((link, (idle, active, fast, reliable, affine), total))
             if total > top:
                 top = total
         if not is_known:
-            return Choice(_find_least_loaded(links), wish, "least_load", scored)
+            return Choice(min(links, key=_order), wish, "least_load", scored)
         least = top - self._limits.score_margin
-        chosen: Link | None = None
-        for link, _parts, total in scored:
-            if total >= least:
-                chosen = _better(chosen, link)
-        assert chosen is not None
+        chosen = min([link for link, _parts, total in scored if total >= least], key=_order)
         return Choice(chosen, wish, "affinity" if shares.get(chosen) else "score", scored)
 
     def note(self, choice: Choice, model: str, now: float) -> None:
@@ -253,10 +238,15 @@ class Placement:
         chosen = next(place for place, one in enumerate(ranked) if one[0] is choice.link)
         if chosen >= most:
             ranked[most - 1], chosen = ranked[chosen], most - 1
-        candidates = tuple([Compared(one.node_name, *[int(1000 * part) for part in parts]) for one, parts, _ in ranked[:most]])
-        weights = self._own_weights.get(model, self.weights).thousandths
+        candidates = tuple([
+            Compared(link.node_name, int(1000 * a), int(1000 * b), int(1000 * c), int(1000 * d), int(1000 * e))
+            for link, (a, b, c, d, e), _ in ranked[:most]
+        ])  # fmt: skip  # a loop over the parts of each would take longer than all else
+        weights = self._own_weights.get(model, self.weights)
+        if self._said[0] is not weights:
+            self._said = weights, weights.thousandths
         return Decided(
-            choice.reason, candidates, chosen, weights, session_by=session_by, session_node=session_node, prefix=prefix
+            choice.reason, candidates, chosen, self._said[1], session_by=session_by, session_node=session_node, prefix=prefix
         )
 
     def _find_shares(self, links: Sequence[Link], model: str, wish: Wish, held_s: float) -> dict[Link, float]:
@@ -270,7 +260,7 @@ class Placement:
         # Of other requests of its key a prompt has nothing: the key breaks ties, and saves no time.
         held_s, prefill_s = (held_s or 1.0, 0.0) if by_key else (held_s, wish.prefill_s)
         if held_s and any(link.load for link in shares):
-            shortest_s = min([held_s * link.load / link.max_concurrent for link in links])
+            shortest_s = min([held_s * (link.active + link.external_load) / link.max_concurrent for link in links])
             for link, share in list(shares.items()):
                 if held_s * link.load / link.max_concurrent - shortest_s > share * prefill_s:
                     del shares[link]

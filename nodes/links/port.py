@@ -268,7 +268,9 @@ class Link:
 
     def can_take(self, now: float) -> bool:
         """Whether a request can be placed here right now."""
-        return self.active < self.max_concurrent and now >= self.busy_until and self.condition() is _READY
+        return (
+            self.active < self.max_concurrent and now >= self.busy_until and self.has_clear_line and self.condition() is _READY
+        )
 
     def report_load(self, load: int) -> None:
         """Take the node's own count of running requests."""

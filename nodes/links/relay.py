@@ -130,10 +130,6 @@ class RelayLink(Link):
             on_drained=on_drained,
         )
 
-    def can_take(self, now: float) -> bool:
-        """Whether a request can be placed here right now: a slot is free, and so is the line."""
-        return self.has_clear_line and super().can_take(now)
-
     @property
     def has_clear_line(self) -> bool:
         """Whether little waits for the node's line."""
