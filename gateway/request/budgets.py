@@ -120,7 +120,7 @@ _PING = "return redis.call('HDEL', KEYS[1], 'nothing')"
 class Spending(Protocol):
     """What PostgreSQL knows of gateways that are gone. Its functions run in a thread and raise DatabaseError."""
 
-    def sum_before(self, counter: Counter, *, without: Collection[uuid.UUID]) -> int | None:
+    def sum_before(self, counters: Collection[Counter], *, without: Collection[uuid.UUID]) -> dict[Counter, int] | None:
         """Return what all gateways but these used, None while another one lives."""
 
     def sum_of_gone(self, counter: Counter, gateway_id: uuid.UUID) -> int | None:
@@ -652,13 +652,10 @@ class Budgets:
         new = [share for share in shares if not share.is_begun]
         if new:
             joined = [uuid.UUID(name) for name in await dealer.list_joined()]
-            begun = False
-            for share in new:
-                total = await self._in_thread(self._spending.sum_before, share.counter, without=joined)
-                if total is not None:
-                    await dealer.begin(epoch_id=self._epoch, name=_name_key(share), base=total)
-                    begun = True
-            if begun:
+            sums = await self._in_thread(self._spending.sum_before, [share.counter for share in new], without=joined)
+            for share in new if sums is not None else ():
+                await dealer.begin(epoch_id=self._epoch, name=_name_key(share), base=sums[share.counter])
+            if sums is not None:
                 async with asyncio.timeout(self._limits.budget_database_s):
                     await self._deal(new, needs)
         alive = {str(one) for one in self._find_others()}

@@ -65,12 +65,15 @@ SELECT r.id, r.created_at, r.finished_at, r.gateway_id, r.tenant, r.key_id, r.ke
 """  # noqa: S608  # constants
 """Adds the events of requests whose gateway is gone: nobody knows what they used, so they are charged what they might have."""
 
-_SUM = """
-SELECT coalesce((SELECT sum({event}) FROM gateway_usageevent AS used WHERE {owner} AND {gateways}
-                    AND used.created_at >= %(from)s AND used.created_at < %(until)s), 0)
-     + coalesce((SELECT sum({reserved}) FROM gateway_requestrecord AS used WHERE {owner} AND {gateways}
-                    AND used.created_at >= %(from)s AND used.created_at < %(until)s AND used.state IN ({open})), 0)
-"""
+_SUM = f"""
+SELECT tenant, key_id, sum(used)
+  FROM (SELECT tenant, key_id, {{event}} AS used FROM gateway_usageevent AS one
+         WHERE {{gateways}} AND created_at >= %(from)s AND created_at < %(until)s
+         UNION ALL
+        SELECT tenant, key_id, {{reserved}} FROM gateway_requestrecord AS one
+         WHERE {{gateways}} AND created_at >= %(from)s AND created_at < %(until)s AND state IN ({_OPEN})) AS everything
+ WHERE tenant = ANY(%(tenants)s) GROUP BY tenant, key_id
+"""  # noqa: S608  # constants
 _LIVING = """
 SELECT EXISTS (SELECT FROM gateway_gatewayprocess WHERE stopped_at IS NULL AND NOT (id = ANY(%(joined)s::uuid[]))
                   AND heartbeat_at >= statement_timestamp() - make_interval(secs => %(dead_s)s))
@@ -85,16 +88,14 @@ SELECT (SELECT stopped_at IS NOT NULL OR heartbeat_at < statement_timestamp() - 
 class Spent:
     """What PostgreSQL knows of gateways that are gone (``gateway.request.budgets.Spending``)."""
 
-    def sum_before(self, counter: Counter, *, without: Collection[uuid.UUID]) -> int | None:
+    def sum_before(self, counters: Collection[Counter], *, without: Collection[uuid.UUID]) -> dict[Counter, int] | None:
         """Return what all gateways but these used, None while another one lives, which may hold something."""
-        values: dict[str, list[str] | float] = {"joined": [str(one) for one in without], "dead_s": limits().gateway.dead_s}
+        ids = [str(one) for one in without]
         with connection.cursor() as cursor:
-            cursor.execute(_LIVING, values)
+            cursor.execute(_LIVING, {"joined": ids, "dead_s": limits().gateway.dead_s})
             if cursor.fetchone()[0]:
                 return None
-        if not counter.kind.is_budget:  # as in ``sum_of_gone``
-            return 0
-        return self._sum(counter, "NOT (used.gateway_id = ANY(%(gateways)s::uuid[]))", [str(one) for one in without])
+        return self._sum(counters, "gateway_id <> ALL(%(gateways)s::uuid[])", ids)
 
     def sum_of_gone(self, counter: Counter, gateway_id: uuid.UUID) -> int | None:
         """Return what a gateway used that is gone and whose requests are all closed, None when it is not."""
@@ -108,29 +109,30 @@ class Spent:
             cursor.execute(_GONE, values)
             if not cursor.fetchone()[0]:
                 return None
-        if not counter.kind.is_budget:  # nothing of it runs any more, and its last minute is over as it is dead
-            return 0
-        return self._sum(counter, "used.gateway_id = ANY(%(gateways)s::uuid[])", [str(gateway_id)])
+        return self._sum([counter], "gateway_id = ANY(%(gateways)s::uuid[])", [str(gateway_id)])[counter]
 
-    def _sum(self, counter: Counter, gateways: str, ids: list[str]) -> int:
-        whose, _, name = counter.owner.partition(":")
-        owner = "used.tenant = %(tenant)s"
-        tenant, starts_at = name, counter.window.starts_at
-        if whose == "key":
-            owner += " AND used.key_id = %(key)s"
-            tenant = ApiKey.objects.values_list("tenant__name", flat=True).get(pk=name)
-        parts = {
-            "event": "used.cost_micros" if counter.kind.is_cost else "used.tokens",
-            "reserved": "used.reserved_micros" if counter.kind.is_cost else "used.reserved_tokens",
-            "owner": owner,
-            "gateways": gateways,
-            "open": _OPEN,
+    def _sum(self, counters: Collection[Counter], gateways: str, ids: list[str]) -> dict[Counter, int]:
+        """Sum up for counters, with one statement for all of a window; of gateways that are gone a limit has nothing left.
+
+        Nothing of them runs any more, and their last minute is over as they are dead.
+        """
+        names = {one.owner.partition(":")[2] for one in counters if one.owner.startswith("key:")}
+        tenants = {
+            f"key:{key}": tenant for key, tenant in ApiKey.objects.filter(pk__in=names).values_list("pk", "tenant__name")
         }
-        ends_at = counter.window.ends_at or (starts_at + timedelta(days=1) if starts_at else None)
-        values = {"tenant": tenant, "key": name, "gateways": ids, "from": starts_at, "until": ends_at}
-        with connection.cursor() as cursor:
-            cursor.execute(_SUM.format(**parts), {n: v for n, v in values.items() if n != "key" or whose == "key"})
-            return int(cursor.fetchone()[0])
+        sums = dict.fromkeys(counters, 0)
+        for window, is_cost in {(one.window, one.kind.is_cost) for one in counters if one.kind.is_budget}:
+            mine = [one for one in counters if (one.window, one.kind.is_cost) == (window, is_cost) and one.kind.is_budget]
+            owners = {tenants.get(one.owner, one.owner.partition(":")[2]) for one in mine}
+            columns = ("cost_micros", "reserved_micros") if is_cost else ("tokens", "reserved_tokens")
+            values = {"tenants": list(owners), "gateways": ids, "from": window.starts_at, "until": window.ends_at}
+            with connection.cursor() as cursor:
+                cursor.execute(_SUM.format(event=columns[0], reserved=columns[1], gateways=gateways), values)
+                rows = cursor.fetchall()
+            for one in mine:
+                whose = [used for tenant, key, used in rows if one.owner in (f"tenant:{tenant}", f"key:{key}")]
+                sums[one] = int(sum(used or 0 for used in whose))
+        return sums
 
 
 # For people and their programs

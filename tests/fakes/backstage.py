@@ -34,9 +34,13 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return ``value`` with ``{"$id": "node_…"}`` turned into the UUID it prints."""
+    """Return ``value`` with ``{"$id": "node_…"}`` turned into the UUID it prints, and ``{"$budgets": {kind: amount}}`` made."""
     if isinstance(value, dict) and set(value) == {"$id"}:
         return uuid.UUID(str(value["$id"]).rpartition("_")[2])
+    if isinstance(value, dict) and set(value) == {"$budgets"}:
+        from gateway.values import Budget, BudgetKind
+
+        return [Budget(BudgetKind(kind), amount) for kind, amount in value["$budgets"].items()]
     return value
 
 

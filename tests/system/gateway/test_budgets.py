@@ -26,7 +26,9 @@ from gateway.errors import BudgetExhausted, BudgetUnknown
 from gateway.request import budgets as budgets_module
 from gateway.request.budgets import Budgets, Reservation, Valkey
 from gateway.request.records import RecordWriter
+from gateway.services.keys import create_api_key
 from gateway.services.shares import Answer, Claim, DealerTable, Order, read_answer
+from gateway.services.tenants import create_tenant
 from gateway.services.usage import Spent
 from gateway.values import Budget, BudgetKind, Caller, Counter, OwnedBudget, Price, find_window
 from nodes.links import EndKind
@@ -98,10 +100,11 @@ class Crowd:
         del self.alive[gateway_id]
         self.gone[gateway_id] = used
 
-    def sum_before(self, counter: Counter, *, without: Collection[uuid.UUID]) -> int | None:
+    def sum_before(self, counters: Collection[Counter], *, without: Collection[uuid.UUID]) -> dict[Counter, int] | None:
         if self.alive.keys() - set(without):
             return None
-        return sum(used for gateway_id, used in self.gone.items() if gateway_id not in without)
+        used = sum(used for gateway_id, used in self.gone.items() if gateway_id not in without)
+        return dict.fromkeys(counters, used)
 
     def sum_of_gone(self, counter: Counter, gateway_id: uuid.UUID) -> int | None:
         return self.gone.get(gateway_id)
@@ -514,17 +517,27 @@ async def _compare(server: RunningServer, orders: list[Any]) -> None:
             assert {k: v for k, v in found.items() if k[:2] != "w:"} == {k: v for k, v in expected.items() if k[:2] != "w:"}
 
 
+def _make_key(tenant: str) -> uuid.UUID:
+    try:
+        create_tenant(name=tenant, actor="user:tests")
+        return create_api_key(name="k", tenant_name=tenant, actor="user:tests")[0].pk
+    finally:
+        connections.close_all()
+
+
 async def test_postgresql_knows_what_gateways_used_that_are_gone(rows: Rows) -> None:
-    gone, here, key_id = uuid.uuid4(), uuid.uuid4(), uuid.uuid4()
+    gone, here, other = uuid.uuid4(), uuid.uuid4(), uuid.uuid4()
+    key_id = await asyncio.to_thread(_make_key, "t")
     writer = RecordWriter(accept_s=30.0, max_pending=100)
     writer.start()
-    for gateway_id, state, tokens in (
-        (gone, RequestState.COMPLETED, 30),
-        (gone, RequestState.RUNNING, 0),
-        (here, RequestState.COMPLETED, 5),
+    for gateway_id, key, state, tokens in (
+        (gone, key_id, RequestState.COMPLETED, 30),
+        (gone, key_id, RequestState.RUNNING, 0),
+        (here, key_id, RequestState.COMPLETED, 5),
+        (gone, other, RequestState.COMPLETED, 1),
     ):
         record = make_record(gateway_id=gateway_id)
-        record.tenant, record.key_id, record.prompt_tokens, record.state = "t", key_id, tokens, state
+        record.tenant, record.key_id, record.prompt_tokens, record.state = "t", key, tokens, state
         record.reserved_tokens, record.reserved_micros = 100, 8
         await writer.accept(record)
     await writer.stop()
@@ -541,21 +554,25 @@ async def test_postgresql_knows_what_gateways_used_that_are_gone(rows: Rows) -> 
         spent = Spent()
         yesterday = Counter("tenant:t", DAY, find_window(DAY, now - timedelta(days=1)))
         cost = Counter("tenant:t", BudgetKind.COST_PER_MONTH, find_window(BudgetKind.COST_PER_MONTH, now))
+        of_key, rate = Counter(f"key:{key_id}", DAY, counter.window), Counter("tenant:t", RATE, find_window(RATE, now))
+        sums = [
+            spent.sum_before([counter, of_key, yesterday, cost, rate], without=[]),
+            spent.sum_before([counter], without=[here]),
+        ]
         return [
-            spent.sum_before(counter, without=[]), spent.sum_before(counter, without=[here]),
-            spent.sum_before(yesterday, without=[]), spent.sum_before(cost, without=[]),
+            *(used for found in sums for used in ([None] if found is None else found.values())),
             spent.sum_of_gone(counter, gone), spent.sum_of_gone(counter, here),
         ]  # fmt: skip
 
-    assert await asyncio.to_thread(look) == [135, 130, 0, 8, None, 5], "one of those of the gateway that is gone is still open"
+    assert await asyncio.to_thread(look) == [136, 135, 0, 8, 0, 131, None, 5], (
+        "one of those of the gateway that is gone is still open"
+    )
     rows.execute(
         "INSERT INTO gateway_gatewayprocess (id, host, pid, internal_url, started_at, heartbeat_at)"
         " VALUES (%s, 'h', 1, '', now(), now())",
         [here],
     )
-    assert await asyncio.to_thread(look) == [None, 130, None, None, None, None], (
-        "what another one holds that lives is not known"
-    )
+    assert await asyncio.to_thread(look) == [None, 131, None, None], "what another one holds that lives is not known"
 
 
 async def test_the_table_keeps_what_the_rule_says(rows: Rows) -> None:
