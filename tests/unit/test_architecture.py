@@ -160,7 +160,7 @@ def tree_files() -> tuple[str, ...]:
 
 
 def shipped_modules(*, migrations: bool = False) -> list[str]:
-    names = [name for name in tree_files() if name.endswith(".py") and name.split("/")[0] in PACKAGES]
+    names = [name for name in tree_files() if name.endswith(".py") and name.split("/")[0] in {*PACKAGES, "sdk"}]
     if not migrations:
         names = [name for name in names if "/migrations/" not in name]
     return [*names, *(name for name in ("manage.py", "muster") if (ROOT / name).is_file())]
@@ -452,10 +452,11 @@ def test_pages_load_nothing_from_other_servers(name: str) -> None:
 def test_a_wheel_holds_every_package_that_ships_and_the_templates() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         setuptools = tomllib.load(file)["tool"]["setuptools"]
-    assert setuptools["packages"]["find"]["include"] == sorted(f"{name}*" for name in (*PACKAGES, "templates"))
+    assert setuptools["packages"]["find"]["include"] == sorted(f"{name}*" for name in (*PACKAGES, "muster", "templates"))
+    assert setuptools["packages"]["find"]["where"] == [".", "sdk"]
     assert setuptools["package-data"] == {"*": ["*"]}
     top = {name.split("/")[0] for name in tree_files() if name.endswith("/__init__.py")}
-    assert top - set(PACKAGES) == {"benchmarks", "conformance", "tests", "tools"}, (
+    assert top - set(PACKAGES) == {"benchmarks", "conformance", "sdk", "tests", "tools"}, (
         "a package at the top either ships or is named here"
     )
 

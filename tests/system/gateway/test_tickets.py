@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import runpy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any  # bodies are JSON
 
 import httpx
@@ -454,36 +452,6 @@ async def test_following_ends_when_the_request_of_a_ticket_has_ended(central: Ce
 @sync_to_async
 def _make_rows_of_another() -> Any:
     return make_key("other", tenant="rival")
-
-
-class _Served(httpx.MockTransport):
-    """The gateway and a node of the example: what each was asked, and whether the node answers."""
-
-    def __init__(self, *, node_answers: bool) -> None:
-        self.asked: list[str] = []
-        self._node_answers = node_answers
-        super().__init__(self._answer)
-
-    def _answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(f"{request.url.host}{request.url.path}")
-        if request.url.path == "/v1/tickets":
-            given = {"ticket": "t", "base_url": "http://node/v1", "model": "m"}
-            return httpx.Response(201, json=given)
-        if request.url.host == "node" and not self._node_answers:
-            raise httpx.ConnectError("refused")
-        text = 'data: {"choices":[{"delta":{"content":"hi"}}]}\n\ndata: [DONE]\n\n'
-        return httpx.Response(200, text=text, headers={"content-type": "text/event-stream"})
-
-
-@pytest.mark.parametrize("node_answers", [True, False])
-def test_the_example_of_a_client_goes_to_the_node_and_falls_back_to_the_gateway(node_answers: bool) -> None:
-    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "ticket_client.py"))
-    client, served = example["TicketClient"]("http://gateway", "mst_x"), _Served(node_answers=node_answers)
-    client.http = httpx.Client(transport=served)
-    assert list(client.stream("m", [{"role": "user", "content": "hello"}])) == ["hi"]
-    direct = ["gateway/v1/tickets", "node/v1/chat/completions"]
-    assert served.asked == (direct if node_answers else [*direct, *direct, "gateway/v1/chat/completions"])
-    assert (client.direct, client.relayed) == (int(node_answers), int(not node_answers))
 
 
 @sync_to_async

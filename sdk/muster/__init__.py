@@ -1,0 +1,1 @@
+"""What programs that use Muster import; ``muster.client`` is for requests to models."""
