@@ -23,7 +23,7 @@ from rest_framework.views import APIView
 from core.limits import limits
 from gateway.models import ModelAlias, RequestRecord, Tenant
 from gateway.routing import Target
-from gateway.services.compatibility import GpuFit, Quality, Source, find_fits
+from gateway.services.compatibility import GpuFit, Quality, Source, change_model_requirements, find_fits
 from gateway.services.decisions import find_decision
 from gateway.services.errors import AliasNotFound, InvalidValue, TenantNotFound
 from gateway.services.limits import clean_model_name
@@ -444,6 +444,43 @@ class CompatibilitySerializer(serializers.Serializer[Any]):  # Any: an envelope,
     gpus = FitSerializer(many=True)
 
 
+class RequirementsSerializer(serializers.Serializer[Any]):  # Any: a document, no model
+    """Body of ``PUT /api/v1/compatibility/{model}``."""
+
+    model = serializers.CharField()
+    requirements = serializers.DictField(help_text="min_vram_mb, quantizations, compute_capability")
+
+
+def _tell_fits(model: str) -> Response:
+    found = find_fits(model)
+    needed = None if found.requirements is None else msgspec.to_builtins(found.requirements)
+    answer = {"model": found.model, "requirements": needed, "requirements_from": found.source.value, "gpus": found.fits}
+    return Response(CompatibilitySerializer(answer).data)
+
+
+class RequirementsView(GovernanceView):
+    """What one model needs."""
+
+    @extend_schema(
+        operation_id="change_requirements",
+        request=RequirementsSerializer,
+        responses={200: CompatibilitySerializer, **_errors(400, 401, 404, 413, 415)},
+    )
+    def put(self, request: Request, model: str) -> Response:
+        """Set the document of a model, as in the admin; answers which GPUs can run it now. A node none of whose GPUs can gets
+        no requests for it any more.
+        """
+        document = msgspec.json.encode(request.data).decode()
+        name = clean_model_name(model, param="model")
+        return _tell_fits(change_model_requirements(name=name, document=document, actor=_actor(request)).name)
+
+    @extend_schema(operation_id="delete_requirements", responses={200: CompatibilitySerializer, **_errors(401, 404)})
+    def delete(self, request: Request, model: str) -> Response:
+        """Drop the document of a model: what nodes measured counts from then on."""
+        name = clean_model_name(model, param="model")
+        return _tell_fits(change_model_requirements(name=name, document="", actor=_actor(request)).name)
+
+
 class CompatibilityView(APIView):
     """Which GPUs can run a model."""
 
@@ -457,10 +494,7 @@ class CompatibilityView(APIView):
         name = request.query_params.get("model")
         if not name:
             raise InvalidValue("Say which model: ?model=NAME.", param="model")
-        found = find_fits(clean_model_name(name, param="model"))
-        needed = None if found.requirements is None else msgspec.to_builtins(found.requirements)
-        answer = {"model": found.model, "requirements": needed, "requirements_from": found.source.value, "gpus": found.fits}
-        return Response(CompatibilitySerializer(answer).data)
+        return _tell_fits(clean_model_name(name, param="model"))
 
 
 class UsageSerializer(serializers.Serializer[Any]):  # Any: a sum, no model
@@ -558,6 +592,7 @@ urlpatterns = [
     path("api/v1/usage.csv", UsageFileView.as_view(), name="usage-file"),
     path("requests", RequestListView.as_view(), name="requests"),
     path("api/v1/compatibility", CompatibilityView.as_view(), name="compatibility"),
+    path("api/v1/compatibility/<path:model>", RequirementsView.as_view(), name="requirements"),
     path("requests/<str:request_id>/decision", DecisionView.as_view(), name="decision"),
     path("api/v1/tenants", TenantListView.as_view(), name="tenants"),
     path("api/v1/tenants/<str:name>", TenantView.as_view(), name="tenant"),

@@ -19,6 +19,7 @@ from django.db.backends.utils import CursorWrapper
 from psycopg.errors import LockNotAvailable
 
 from core.limits import limits
+from gateway.services.compatibility import update_exclusions
 from gateway.services.figures import update_figures
 from gateway.services.requests import close_orphaned_requests
 from gateway.services.responses import delete_expired_responses
@@ -157,7 +158,11 @@ def maintain_partitions() -> int:
 
 @shared_task(name="gateway.tasks.update_figures")  # type: ignore[untyped-decorator]  # Celery ships no types
 def count_figures() -> int:
-    """Count the requests that ended into the figures of their nodes. Returns how many; what is left, the next one counts."""
+    """Bring what routing knows of nodes in line: what their GPUs cannot run, and the figures of the requests that ended.
+
+    Returns how many requests were counted; what is left, the next one counts.
+    """
+    update_exclusions()
     return update_figures()
 
 

@@ -219,6 +219,9 @@ class NodeSerializer(serializers.Serializer[Node]):
     # Ours, beyond the contract.
     health = serializers.ChoiceField(choices=[one.value for one in Health], help_text="Of its session, by when it was heard")
     models = serializers.ListField(child=serializers.CharField())
+    excluded_models = serializers.ListField(
+        child=serializers.CharField(), help_text="Those of them for which it gets nothing: none of its GPUs can run them"
+    )
     max_concurrent = serializers.IntegerField()
     cordoned = serializers.BooleanField()
     draining = serializers.BooleanField()

@@ -128,6 +128,14 @@ class Node(models.Model):
     figures = models.JSONField(
         default=dict, db_default={}, blank=True, editable=False, help_text="How each model does on it, by its request records"
     )
+    excluded_models = ArrayField(
+        models.CharField(max_length=200),
+        default=list,
+        db_default=[],
+        blank=True,
+        editable=False,
+        help_text="Models that it has loaded and that none of its GPUs can run by the models' documents",
+    )
     ticket_url = models.CharField(
         max_length=300, blank=True, default="", db_default="", help_text="Where clients reach it with a ticket"
     )

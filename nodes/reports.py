@@ -397,6 +397,7 @@ def _clean_replicas(replicas: Sequence[bridge.ReplicaInfo]) -> list[bridge.Repli
             gpus=[
                 index for gpu in replica.gpus[: limits().nodes.report_gpus] if (index := _clean_int(gpu, 1_000_000)) is not None
             ],
+            device=bridge.CPU if replica.device == bridge.CPU else "",
         )
         for replica in replicas[: limits().nodes.report_replicas]
     ]
@@ -444,6 +445,7 @@ def _clean_facts(facts: bridge.ModelFacts) -> bridge.ModelFacts:
         estimate_replicas=_clean_int(facts.estimate_replicas, limits().nodes.report_load) or 0,
         estimate_source=_clean_text(facts.estimate_source, limits().nodes.report_word_chars),
         load_constraints=constraints,
+        device=bridge.CPU if facts.device == bridge.CPU else "",
     )
 
 

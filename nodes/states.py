@@ -215,6 +215,8 @@ class NodeRow:
     """What calls of its URL authenticate with; empty = nothing."""
     ticket_url: str = ""
     """Where clients reach it with a ticket; empty = nowhere, or not as the operator wants it."""
+    excluded: frozenset[str] = frozenset()
+    """Models that it is sent no requests for, as none of its GPUs can run them by their documents."""
 
     @property
     def carries_bytes(self) -> bool:

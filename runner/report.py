@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from runner.definitions.fields import TRANSLATABLE
-from runner.definitions.plan import load_constraints
+from runner.definitions.plan import LoadPlan, load_constraints
 from runner.engines.port import Capabilities
 from runner.fit.memory import ceil_mib
 from runner.limits import MIB, limits
@@ -15,8 +15,9 @@ from runner.pool.loads import count_replicas, is_elsewhere
 from runner.pool.models import Model, ModelState, Replica, sum_known
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading
-from wire.bridge import MemoryInfo, ModelFacts, ReplicaInfo
+from wire.bridge import CPU, MemoryInfo, ModelFacts, ReplicaInfo
 
+_CPU_UNLESS_TOLD = frozenset({"ct2", "whisper"})
 WAITING = "the node is about to load it again"
 
 
@@ -85,6 +86,7 @@ def _describe_loading(model: Model) -> ReplicaInfo:
         progress=None if load is None or load.fraction is None else round(load.fraction, 3),
         eta_s=None if load is None or (eta := load.eta_s()) is None else round(eta, 1),
         gpus=list(model.plan.gpu_ids) if model.plan is not None else [],
+        device=_find_device(model.plan) if model.plan is not None else "",
     )
 
 
@@ -103,7 +105,13 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
         endpoints=_tell_endpoints(model, replica.capabilities),
         context_tokens=replica.context_tokens,
         gpus=list(replica.plan.gpu_ids),
+        device=_find_device(replica.plan),
     )
+
+
+def _find_device(plan: LoadPlan) -> str:
+    is_told = plan.options.get("device") == CPU or plan.options.get("gguf_n_gpu_layers") == 0
+    return CPU if is_told or (plan.backend in _CPU_UNLESS_TOLD and not plan.gpu_ids) else ""
 
 
 def _tell_endpoints(model: Model, capabilities: Capabilities) -> list[str]:
@@ -162,6 +170,7 @@ async def _describe(parts: Parts, model: Model) -> ModelFacts:
         estimate_replicas=count,
         estimate_source=source,
         load_constraints=load_constraints(definition),
+        device=CPU if definition.device == CPU else "",
     )
 
 

@@ -34,6 +34,10 @@ class Message(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True
     """Base of every JSON frame."""
 
 
+CPU = "cpu"
+"""What says of a replica or a model that it uses no GPU."""
+
+
 class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One GPU as the node sees it. Memory in MiB, temperature in Celsius, power in watts; a field is None when unknown.
 
@@ -68,7 +72,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``context_tokens``: prompt and answer of one request together. ``kept``: an approval keeps the model loaded, so the node
     loads it again by itself after a restart; where it cannot, the state is failed and ``detail`` says why. ``gave_up_ms``: Unix
     time in milliseconds at which the node stopped trying until its next start; None = it has not. ``gpus``: the numbers of the
-    GPUs that it is on, as in ``GpuInfo``; empty = the node does not say.
+    GPUs that it is on, as in ``GpuInfo``; empty = the node does not say. ``device``: ``cpu`` = it is on none; else empty.
     """
 
     model: str
@@ -87,6 +91,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     kept: bool = False
     gave_up_ms: int | None = None
     gpus: list[int] = []
+    device: str = ""
 
     @property
     def percent(self) -> int | None:
@@ -101,7 +106,7 @@ class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
     of the files (``model_artifact_size``), None when that is ``unavailable``. ``replica_max``: most replicas of a load;
     ``target_inflight``: requests that one takes at once, ``configured_target_inflight`` what the settings say.
     ``load_constraints``: by the name of a load's field, its kind, limits and default, as in llm-pool's
-    ``GET /v1/admin/models``.
+    ``GET /v1/admin/models``. ``device``: ``cpu`` = it is set up to use no GPU; else empty.
     """
 
     name: str
@@ -116,6 +121,7 @@ class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
     estimate_replicas: int = 0
     estimate_source: str = ""
     load_constraints: dict[str, dict[str, Any]] = {}
+    device: str = ""
 
 
 class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -296,7 +296,8 @@ class AllowListAdmin(CreatingAdmin):
         RowChange(
             name="requirements",
             label="Change requirements",
-            explanation="Says which GPUs can run the model, on its page and in the API. Nothing that runs is changed.",
+            explanation="Says which GPUs can run the model, on its page and in the API. Within a minute a node gets no "
+            "requests for it any more of whose GPUs none can; what runs there ends normally.",
             run=_require,
             form=ModelRequirementsForm,
             read_initial=_read_document,

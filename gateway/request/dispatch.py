@@ -654,6 +654,9 @@ class Dispatcher:
 
     def _explain_rows(self, model: str) -> GatewayError | None:
         rows = [row for row in self._keeper.rows.values() if model in row.model_names]
+        if rows and all(model in row.excluded for row in rows):
+            words = f"By what is known of the model '{model}', no GPU of the nodes that have it loaded can run it."
+            return NoAvailableNode(words, retry_after_s=30)
         states = {row.provider_state for row in rows}
         if not states or "enabled" in states:
             return None

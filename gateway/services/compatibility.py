@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -20,7 +21,7 @@ from core.limits import limits
 from gateway.models import Model
 from gateway.services.errors import InvalidValue, ModelNotFound
 from governance.audit import record_event
-from nodes.services.gpus import GpuFacts, measure_model, read_gpus
+from nodes.services.gpus import GpuFacts, measure_model, read_gpus, read_places, write_exclusions
 from wire.unreadable import UNREADABLE
 
 
@@ -140,6 +141,7 @@ def change_model_requirements(*, name: str, document: str, actor: str) -> Model:
         model.save(update_fields=["requirements", "updated_at"])
         record_event(actor=actor, action="model.requirements", target=name, detail={"from": before, "to": after})
         publish_hint("models", name)
+        transaction.on_commit(update_exclusions)
     return model
 
 
@@ -163,7 +165,7 @@ def find_fits(name: str) -> Compatibility:
     if model is None:
         raise ModelNotFound(f"There is no model {name}.", param="model")
     source, needed = read_requirements(model)
-    fits = [judge_gpu(gpu, name, needed) for gpu in read_gpus()]
+    fits = [judge_gpu(gpu, name, needed) for gpu in read_gpus(name)]
     fits.sort(key=lambda fit: (not fit.can_run, -(fit.gpu.vram_mb or 0)))
     return Compatibility(name, source, needed, tuple(fits))
 
@@ -183,11 +185,45 @@ def explain_misfit(
         needed = msgspec.structs.replace(needed, min_vram_mb=max(needed.min_vram_mb, wanted.vram_mb), quantizations={})
     if parts > 1:
         needed = _share_out(needed, parts)
-    candidates = [gpu for gpu in read_gpus(node_id) if not gpus or gpu.index in gpus]
+    candidates = [gpu for gpu in read_gpus(model, node_id=node_id) if not gpus or gpu.index in gpus]
     fits = sorted((judge_gpu(gpu, model, needed) for gpu in candidates), key=lambda fit: -(fit.gpu.vram_mb or 0))
     if gpus:
         return next((fit.reason for fit in reversed(fits) if not fit.can_run), "")
     return "" if not fits or any(fit.can_run for fit in fits) else fits[0].reason
+
+
+def update_exclusions() -> int:
+    """Have routing send no node requests for a model that none of its GPUs can run by the model's document.
+
+    Return how many nodes changed; idempotent. What is not known of a GPU is not held against it, and a node that runs the model
+    on its CPU is not judged by its GPUs. Two queries for each document.
+    """
+    found: dict[uuid.UUID, list[str]] = defaultdict(list)
+    for row in Model.objects.filter(requirements__isnull=False).order_by("name"):
+        needed = read_requirements(row)[1]
+        if needed is None:
+            continue
+        gpus: dict[uuid.UUID, list[GpuFacts]] = defaultdict(list)
+        for gpu in read_gpus(row.name, is_loaded=True):
+            gpus[gpu.node_id].append(gpu)
+        places = read_places(row.name)
+        for node_id, of_node in gpus.items():
+            if not _is_there_room(of_node, places.get(node_id) or [()], needed):
+                found[node_id].append(row.name)
+    return write_exclusions(found)
+
+
+def _is_there_room(gpus: Sequence[GpuFacts], places: Sequence[tuple[int, ...]], needed: Requirements) -> bool:
+    """Whether the GPUs of one of a node's replicas can run it; those of which the node says no numbers may be on all GPUs."""
+    for named in places:
+        on = [gpu for gpu in gpus if gpu.index in named]
+        if len(on) < len(named) or any(gpu.is_on_cpu for gpu in gpus):
+            return True
+        share = _share_out(needed, len(on or gpus))
+        excluded = [_find_exclusion(gpu, share) for gpu in on or gpus]
+        if not (any(excluded) if on else all(excluded)):
+            return True
+    return False
 
 
 def _share_out(needed: Requirements, parts: int) -> Requirements:
@@ -200,6 +236,11 @@ def _share_out(needed: Requirements, parts: int) -> Requirements:
 def judge_gpu(gpu: GpuFacts, model: str, needed: Requirements | None) -> GpuFit:
     """Return whether a GPU can run a model that needs this; None = nobody knows what it needs."""
     is_loaded = model in gpu.models
+    if gpu.is_on_cpu:
+        return GpuFit(
+            gpu=gpu, can_run=True, fits_now=is_loaded, quantization=None, quality=None, now=None, is_loaded=is_loaded,
+            reason="its node runs it on the CPU",
+        )  # fmt: skip
     can_run, reason = (True, "") if needed is None and is_loaded else _judge(gpu, needed)
     best = _find_best(needed, gpu.vram_mb) if can_run else None
     is_free = can_run and needed is not None and gpu.vram_free_mb is not None and gpu.vram_free_mb >= needed.min_vram_mb
@@ -219,20 +260,34 @@ def judge_gpu(gpu: GpuFacts, model: str, needed: Requirements | None) -> GpuFit:
 def _judge(gpu: GpuFacts, needed: Requirements | None) -> tuple[bool, str]:
     if needed is None:
         return False, "nobody knows what the model needs"
-    vendors = {vendor.lower(): text for vendor, text in needed.compute_capability.items()}
+    if excluded := _find_exclusion(gpu, needed):
+        return False, excluded
+    if gpu.vram_mb is None:
+        return False, "the node does not say how much memory it has"
+    vendor, wanted = _find_wanted(gpu, needed)
+    is_told = _read_capability(vendor, gpu.compute_capability) is not None
+    return True, f"its node does not say that it is {wanted}" if wanted and not is_told else ""
+
+
+def _find_wanted(gpu: GpuFacts, needed: Requirements) -> tuple[str, str]:
+    """Return the vendor of a GPU, and the capability that one of it needs; empty = none."""
     vendor = gpu.vendor.lower()
+    return vendor, next((text for name, text in needed.compute_capability.items() if name.lower() == vendor), "")
+
+
+def _find_exclusion(gpu: GpuFacts, needed: Requirements) -> str:
+    """Return why a GPU cannot run what needs this, as far as is known of it; empty = nothing known speaks against it."""
+    vendors = [name.lower() for name in needed.compute_capability]
+    vendor, wanted = _find_wanted(gpu, needed)
     if vendors and vendor and vendor not in vendors:
-        return False, f"it needs a GPU of {' or '.join(vendors)}"
-    wanted = vendors.get(vendor, "")
+        return f"it needs a GPU of {' or '.join(vendors)}"
     has = _read_capability(vendor, gpu.compute_capability)
     least = _read_capability(vendor, wanted.removesuffix("+"))
     if has is not None and least is not None and not (has >= least if wanted.endswith("+") else has == least):
-        return False, f"it needs {vendor} {wanted}, and this is {gpu.compute_capability}"
-    if gpu.vram_mb is None:
-        return False, "the node does not say how much memory it has"
-    if gpu.vram_mb < (least_mb := _find_least(needed)):
-        return False, f"it needs {least_mb:,} MiB, and this has {gpu.vram_mb:,}"
-    return True, f"its node does not say that it is {wanted}" if wanted and has is None else ""
+        return f"it needs {vendor} {wanted}, and this is {gpu.compute_capability}"
+    if gpu.vram_mb is not None and gpu.vram_mb < (least_mb := _find_least(needed)):
+        return f"it needs {least_mb:,} MiB, and this has {gpu.vram_mb:,}"
+    return ""
 
 
 def _find_least(needed: Requirements) -> int:

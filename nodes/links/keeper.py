@@ -289,6 +289,7 @@ class LinkKeeper:
         policy.cordoned = row.cordoned
         policy.draining = row.draining
         link.ticket_url = row.ticket_url
+        self.registry.exclude(link, row.excluded)
         # Else what the owner said is newer.
         if not isinstance(link, RelayLink) or link.is_mode_known_since(self._find_read_at(row)):
             policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value

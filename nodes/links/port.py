@@ -135,15 +135,17 @@ class Link:
     # Each request reads some fifty of them: of more than 30 without slots each one is looked up in a dictionary.
     __slots__ = (
         "__weakref__", "_declared_slots", "active", "busy_elsewhere", "busy_until", "carries_bytes", "closed", "contexts",
-        "drain_then_close", "endpoints", "engines", "external_load", "figures", "is_peer", "last_seen", "last_served",
-        "max_concurrent", "models", "node_draining", "node_id", "node_name", "policy", "ramp_until", "released_at", "replicas",
-        "reports_usage", "standings", "ticket_url", "unhealthy_reason", "unspoken", "windows",
+        "drain_then_close", "endpoints", "engines", "excluded", "external_load", "figures", "is_peer", "last_seen",
+        "last_served", "max_concurrent", "models", "node_draining", "node_id", "node_name", "policy", "ramp_until",
+        "released_at", "replicas", "reports_usage", "standings", "ticket_url", "unhealthy_reason", "unspoken", "windows",
     )  # fmt: skip
 
     def __init__(self, *, node_id: uuid.UUID, node_name: str, models: frozenset[str], max_concurrent: int) -> None:
         self.node_id = node_id
         self.node_name = node_name
         self.models = models
+        self.excluded: frozenset[str] = frozenset()
+        """Models that it is sent no requests for, as none of its GPUs can run them by their documents."""
         self.endpoints: Mapping[str, frozenset[str]] = {}
         """API paths by model; a model that is not in it answers any client's."""
         self.unspoken: dict[tuple[str, str], float] = {}
@@ -201,7 +203,7 @@ class Link:
         """Whether the node may be sent a request for this model on this API path as it is."""
         if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
             return False
-        if model not in self.models or self.unspoken.get((model, endpoint), 0.0) > clock.monotonic():
+        if model not in self.models or model in self.excluded or self.unspoken.get((model, endpoint), 0.0) > clock.monotonic():
             return False
         paths = self.endpoints.get(model)
         return endpoint not in DECLARED_ENDPOINTS if paths is None else endpoint in paths

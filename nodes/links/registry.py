@@ -104,6 +104,18 @@ class LinkRegistry:
             self._index(link)
             self.announce(link)
 
+    def exclude(self, link: Link, models: frozenset[str]) -> None:
+        """Send a node nothing for these models, whatever it has loaded."""
+        if link.excluded == models:
+            return
+        is_current = self._links.get(link.node_id) is link
+        if is_current:
+            self._unindex(link)
+        link.excluded = models
+        if is_current:
+            self._index(link)
+            self.announce(link)
+
     def announce(self, link: Link | None) -> None:
         """Tell the listeners that ``link`` (or, with None, anything) may have changed."""
         for listener in self._listeners:
@@ -111,7 +123,7 @@ class LinkRegistry:
 
     def _index(self, link: Link) -> None:
         self._answering.clear()
-        for model in link.models:
+        for model in link.models - link.excluded:
             self._by_model.setdefault(model, []).append(link)
 
     def _unindex(self, link: Link) -> None:

@@ -270,7 +270,7 @@ def _describe_health(node: Node, now: datetime) -> NodeHealth:
         id=node.pk,
         heard_at=presence.last_heartbeat_at,
         is_enabled=node.provider.state == ProviderState.ENABLED,
-        model_names=tuple(node.model_names),
+        model_names=tuple(name for name in node.model_names if name not in node.excluded_models),
         failed=list_failures(presence) if counts["failed"] else (),
         is_loading=counts["loading"] > 0,
         probe_error=presence.probe_error if node.reach == Reach.DIRECT else "",

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import msgspec
 from django.db import DataError, connection, transaction
-from django.db.models import QuerySet
-from django.db.models.functions import Now
+from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet, Value
+from django.db.models.functions import Coalesce, Now
 
+from core.hints import publish_hint
 from core.limits import limits
-from nodes.models import Gpu, ProviderState, clock_of, presence_of
+from nodes.models import Gpu, Node, NodePresence, ProviderState, clock_of, presence_of
 from nodes.reports import read_replicas, read_stored
 from nodes.services.availability import judge_status
 from nodes.services.telemetry import guess_gpus
-from wire.bridge import GpuInfo
+from wire.bridge import CPU, GpuInfo
 from wire.contract import NodeStatus
 
 logger = logging.getLogger("muster.nodes")
@@ -237,7 +238,10 @@ def list_models(gpu: Gpu) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU for whoever asks what it can run. Memory in MiB; ``status`` and ``models``, which are loaded, of its node."""
+    """A GPU for whoever asks what can run a model. Memory in MiB; ``status`` and ``models``, which are loaded, of its node.
+
+    ``is_on_cpu``: the node runs the model on no GPU.
+    """
 
     gpu_id: uuid.UUID
     node_id: uuid.UUID
@@ -250,10 +254,16 @@ class GpuFacts:
     compute_capability: str
     status: NodeStatus
     models: tuple[str, ...]
+    is_on_cpu: bool = False
 
 
-def read_gpus(node_id: uuid.UUID | None = None) -> list[GpuFacts]:
-    """Return the GPUs that nodes name, or this one, by node and place; one query."""
+def read_gpus(model: str, *, node_id: uuid.UUID | None = None, is_loaded: bool = False) -> list[GpuFacts]:
+    """Return the GPUs that nodes name, or this one, for whoever asks about a model; one query. ``is_loaded``: of nodes that
+    have it loaded.
+    """
+    gpus = list_gpus(node_id=node_id).annotate(is_on_cpu=_is_on_cpu(model))
+    if is_loaded:
+        gpus = gpus.filter(node__model_names__contains=[model])
     return [
         GpuFacts(
             gpu_id=gpu.pk,
@@ -267,9 +277,17 @@ def read_gpus(node_id: uuid.UUID | None = None) -> list[GpuFacts]:
             compute_capability=gpu.compute_capability,
             status=judge_status(gpu.node, now=clock_of(gpu)),
             models=tuple(gpu.node.model_names),
+            is_on_cpu=gpu.is_on_cpu,
         )
-        for gpu in list_gpus(node_id=node_id).defer(*_UNREAD)
+        for gpu in gpus.defer(*_UNREAD)
     ]
+
+
+def _is_on_cpu(model: str) -> ExpressionWrapper[Coalesce]:
+    loaded = Q(node__presence__replicas__contains=[{"model": model, "device": CPU}])
+    set_up = Q(node__presence__memory__contains={"models": [{"name": model, "device": CPU}]})
+    found = Coalesce(ExpressionWrapper(loaded | set_up, output_field=BooleanField()), Value(value=False))
+    return ExpressionWrapper(found, output_field=BooleanField())
 
 
 _UNREAD = (
@@ -277,6 +295,29 @@ _UNREAD = (
     *("node__presence__available_models", "node__presence__ejections"),
 )
 """What is long and says nothing of a GPU."""
+
+
+def read_places(model: str) -> dict[uuid.UUID, list[tuple[int, ...]]]:
+    """Return by node the numbers of the GPUs of each replica of a model; of one whose node does not say them there are none."""
+    rows = NodePresence.objects.filter(node__model_names__contains=[model]).values_list("node_id", "replicas")
+    return {
+        node_id: [tuple(replica.gpus) for replica in read_replicas(replicas) if replica.model == model]
+        for node_id, replicas in rows
+    }
+
+
+def write_exclusions(found: Mapping[uuid.UUID, Collection[str]]) -> int:
+    """Write for which of their loaded models nodes get nothing, of all nodes; return how many changed. Idempotent."""
+    changed = 0
+    nodes = Node.objects.filter(Q(pk__in=list(found)) | ~Q(excluded_models=[]))
+    for node_id, name, before in nodes.values_list("pk", "name", "excluded_models"):
+        after = sorted(found.get(node_id, ()))
+        # A row that somebody else changed meanwhile is left to the next round.
+        if after != before and Node.objects.filter(pk=node_id, excluded_models=before).update(excluded_models=after):
+            logger.warning("gpus.excluded node=%s models=%s", name, ",".join(after) or "-")
+            publish_hint("nodes", str(node_id))
+            changed += 1
+    return changed
 
 
 def measure_model(model: str) -> int | None:
@@ -292,9 +333,11 @@ SELECT max(mb) FROM (
 SELECT (r ->> 'memory_mb')::float8 AS mb
   FROM nodes_nodepresence, jsonb_array_elements(replicas) AS r
  WHERE jsonb_typeof(replicas) = 'array' AND r ->> 'model' = %(model)s AND jsonb_typeof(r -> 'memory_mb') = 'number'
+   AND r ->> 'device' IS DISTINCT FROM 'cpu'
 UNION ALL
 SELECT (f ->> 'estimate_mb')::float8 / GREATEST((f ->> 'estimate_replicas')::float8, 1)
   FROM nodes_nodepresence, jsonb_array_elements(memory -> 'models') AS f
  WHERE jsonb_typeof(memory -> 'models') = 'array' AND f ->> 'name' = %(model)s AND jsonb_typeof(f -> 'estimate_mb') = 'number'
+   AND f ->> 'device' IS DISTINCT FROM 'cpu'
 ) AS known WHERE mb > 0
 """

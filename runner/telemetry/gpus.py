@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class NvmlProbe:
         self._nvml = nvml
         self._visible = visible
         self._is_open = False
+        self._groups: dict[int, str] | None = None
 
     def open(self) -> bool:
         try:
@@ -62,7 +64,10 @@ class NvmlProbe:
 
     def sample(self) -> list[GpuInfo]:
         """Return one reading per GPU, about a millisecond each. ``index`` is NVML's."""
-        return [self._sample_one(index, handle) for index, handle in self._handles()]
+        handles = self._handles()
+        if self._groups is None or not self._groups.keys() >= {index for index, _ in handles}:
+            self._groups = self._find_groups(handles)  # nobody rewires them while the node runs
+        return [self._sample_one(index, handle, self._groups[index]) for index, handle in handles]
 
     def process_bytes(self) -> Mapping[int, int | None] | None:
         """Return ``{pid: bytes of GPU memory}`` over all GPUs, None for a process whose amount the driver does not tell.
@@ -95,7 +100,26 @@ class NvmlProbe:
         chosen = _select_visible(self._visible, names)
         return [(index, handle) for index, handle in present if index in chosen]
 
-    def _sample_one(self, index: int, handle: Any) -> GpuInfo:
+    def _find_groups(self, handles: list[tuple[int, Any]]) -> dict[int, str]:
+        """Return the group of each GPU: those that NVLink joins, else those behind one PCI switch; empty = it is in none."""
+        groups: dict[int, str] = {}
+        for kind, is_joined in (("nvlink", self._is_linked), ("pci", self._is_behind_one_switch)):
+            alone = [(index, handle) for index, handle in handles if index not in groups]
+            for (index, handle), (later, other) in combinations(alone, 2):
+                if is_joined(handle, other):
+                    name, old = groups.get(index) or f"{kind}-{index}", groups.get(later)
+                    groups |= {member: name for member, group in groups.items() if group == old} | {index: name, later: name}
+        return {index: groups.get(index, "") for index, _ in handles}
+
+    def _is_linked(self, one: Any, other: Any) -> bool:  # Any: as above
+        kind = getattr(self._nvml, "NVML_P2P_CAPS_INDEX_NVLINK", None)
+        return bool(self._read("nvmlDeviceGetP2PStatus", one, other, kind) == self._nvml.NVML_P2P_STATUS_OK)
+
+    def _is_behind_one_switch(self, one: Any, other: Any) -> bool:  # Any: as above
+        nearest = self._read("nvmlDeviceGetTopologyCommonAncestor", one, other)
+        return bool(nearest is not None and nearest <= self._nvml.NVML_TOPOLOGY_MULTIPLE)
+
+    def _sample_one(self, index: int, handle: Any, group: str) -> GpuInfo:
         memory = self._read("nvmlDeviceGetMemoryInfo", handle)
         rates = self._read("nvmlDeviceGetUtilizationRates", handle)
         milliwatts = self._read("nvmlDeviceGetPowerUsage", handle)
@@ -113,6 +137,7 @@ class NvmlProbe:
             compute_capability=".".join(map(str, self._read("nvmlDeviceGetCudaComputeCapability", handle) or ())),
             driver_version=_text(self._read("nvmlSystemGetDriverVersion")) or "",
             runtime_version=_describe_cuda(self._read("nvmlSystemGetCudaDriverVersion")),
+            group=group,
         )
 
     def _list_processes(self, kind: str, handle: Any) -> dict[int, int | None] | None:

@@ -19,18 +19,22 @@ from gateway.services.compatibility import (
     Quality,
     Source,
     change_model_requirements,
+    explain_misfit,
     find_fits,
     judge_gpu,
     print_document,
     read_document,
     read_requirements,
+    update_exclusions,
 )
 from gateway.services.errors import InvalidValue, ModelNotFound
 from gateway.services.models import allow_model
 from governance.admin_tokens import create_admin_token
 from nodes.operations.load import MODEL_LOAD
 from nodes.operations.targets import list_targets
+from nodes.services.availability import read_served_models
 from nodes.services.gpus import GpuFacts, follow_gpus
+from nodes.services.sessions import load_node_rows
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
 from wire.contract import NodeStatus
@@ -192,6 +196,78 @@ def test_without_a_document_what_nodes_measured_counts() -> None:
     assert [(fit.gpu.node_name, fit.can_run) for fit in found.fits] == [("b", True), ("c", False)]
 
 
+def test_a_model_that_a_node_runs_on_its_cpu_is_not_judged_by_its_gpus() -> None:
+    allow_model(name=CODER, actor=ACTOR)
+    small = [{"index": 0, "name": "NVIDIA T400", "memory_total_mb": 2_000}]
+    replica = {"model": CODER, "state": "loaded", "memory_mb": 7_000, "device": "cpu"}
+    set_up = {"name": CODER, "estimate_mb": 7_000, "estimate_replicas": 1, "device": "cpu"}
+    make_presence(make_node("runs", model_names=[CODER]), gpus=small, replicas=[replica])
+    node = make_node("could", runner_id="rig", op_level="L1")
+    make_presence(node, gpus=small, memory={"models": [set_up]})
+    make_presence(make_node("neither"), gpus=small, memory={"models": []})
+    follow_gpus()
+    assert find_fits(CODER).source is Source.UNKNOWN, "memory of the host says nothing of GPUs"
+    change_model_requirements(name=CODER, document=json.dumps(SEED), actor=ACTOR)
+    found = {fit.gpu.node_name: (fit.can_run, fit.is_loaded, fit.reason) for fit in find_fits(CODER).fits}
+    assert found == {
+        "runs": (True, True, "its node runs it on the CPU"), "could": (True, False, "its node runs it on the CPU"),
+        "neither": (False, False, "it needs 5,500 MiB, and this has 2,000"),
+    }  # fmt: skip
+    assert explain_misfit(CODER, node_id=node.pk) == ""
+    assert update_exclusions() == 0
+
+
+def name_gpu(name: str, memory_mb: int, capability: str) -> dict[str, Any]:
+    return {"index": 0, "name": name, "memory_total_mb": memory_mb, "compute_capability": capability}
+
+
+OLD, SMALL = name_gpu("NVIDIA K80", 24_000, "3.7"), name_gpu("NVIDIA T400", 4_000, "7.5")
+LARGE = name_gpu("NVIDIA L4", 24_000, "8.9")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "places", "is_excluded"),
+    [
+        ([OLD], [[]], True),
+        ([SMALL], [[]], True),
+        ([LARGE], [[]], False),
+        ([], [[]], False),
+        ([{"index": 0, "name": "card"}], [[]], False),
+        ([OLD, LARGE | {"index": 1}], [[]], False),
+        ([OLD, LARGE | {"index": 1}], [[0]], True),
+        ([OLD, LARGE | {"index": 1}], [[0], [1]], False),
+        ([SMALL, SMALL | {"index": 1}], [[0, 1]], False),
+        ([SMALL, OLD | {"index": 1}], [[0, 1]], True),
+        ([OLD], [[7]], False),
+    ],
+)
+def test_routing_sends_a_model_to_no_node_whose_gpus_its_document_excludes(
+    gpus: list[dict[str, Any]], places: list[list[int]], is_excluded: bool
+) -> None:
+    allow_model(name=CODER, actor=ACTOR)
+    node = make_node(model_names=[CODER, "other"])
+    make_presence(node, gpus=gpus, replicas=[{"model": CODER, "state": "loaded", "gpus": numbers} for numbers in places])
+    follow_gpus()
+    assert update_exclusions() == 0, "without a document nothing is excluded"
+    change_model_requirements(name=CODER, document=json.dumps(SEED), actor=ACTOR)
+    assert (update_exclusions(), update_exclusions()) == (is_excluded, 0)
+    (row,) = load_node_rows()
+    assert row.excluded == ({CODER} if is_excluded else set())
+    assert (CODER in read_served_models()) is not is_excluded
+    change_model_requirements(name=CODER, document="", actor=ACTOR)
+    assert update_exclusions() == is_excluded
+    assert not load_node_rows()[0].excluded
+
+
+def test_a_change_of_a_document_tells_routing_at_once(django_capture_on_commit_callbacks: Any) -> None:
+    allow_model(name=CODER, actor=ACTOR)
+    make_presence(make_node(model_names=[CODER]), gpus=[OLD])
+    follow_gpus()
+    with django_capture_on_commit_callbacks(execute=True):
+        change_model_requirements(name=CODER, document=json.dumps(SEED), actor=ACTOR)
+    assert load_node_rows()[0].excluded == {CODER}
+
+
 def test_what_another_release_stored_is_not_known() -> None:
     allow_model(name="tiny", actor=ACTOR)
     Model.objects.update(requirements={"cores": 4})
@@ -255,3 +331,35 @@ def test_the_api_says_which_gpus_can_run_a_model() -> None:
     }  # fmt: skip
     assert (ask(model="other")[0], ask()[0], ask(model="x" * 999)[0]) == (404, 400, 400)
     assert Client().get("/api/v1/compatibility", {"model": CODER}).status_code == 401
+
+
+def test_a_program_sets_and_drops_what_a_model_needs() -> None:
+    _, token = create_admin_token(name="ops", actor=ACTOR)
+    allow_model(name=CODER, actor=ACTOR)
+
+    def send(method: str, body: object = None, *, name: str = CODER, token: str = token) -> tuple[int, Any]:
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {token}"}
+        answer = Client().generic(method, f"/api/v1/compatibility/{name}", data, "application/json", headers=headers)
+        return answer.status_code, answer.json()
+
+    status, answer = send("PUT", SEED)
+    assert (status, answer["requirements_from"], answer["requirements"]) == (200, "document", SEED["requirements"])
+    assert [(event.actor, event.detail["to"]) for event in audited("model.requirements")] == [
+        ("token:ops", SEED["requirements"])
+    ]
+    for body, words in (
+        ({}, "model"),
+        ({**SEED, "model": "other"}, "is of 'other'"),
+        ([], "object"),
+        (SEED["requirements"], "min_vram_mb"),
+    ):
+        status, answer = send("PUT", body)
+        assert (status, words in answer["error"]["message"]) == (400, True), answer
+    worse = {**SEED, "requirements": {**SEED["requirements"], "compute_capability": {"amd": "7.0+"}}}
+    assert "write it like gfx1030+" in send("PUT", worse)[1]["error"]["message"]
+    assert (send("PUT", SEED, name="other")[0], send("PUT", SEED, token="mst_no")[0]) == (400, 401)
+    assert send("PUT", {**SEED, "model": "org/other"}, name="org/other")[0] == 404
+    assert Model.objects.get(name=CODER).requirements == SEED["requirements"], "what was refused changed nothing"
+    status, answer = send("DELETE")
+    assert (status, answer["requirements_from"]) == (200, "unknown")

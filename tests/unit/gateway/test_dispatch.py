@@ -186,6 +186,16 @@ async def test_a_wait_for_boxes_that_take_no_work_ends_early_and_says_why(
     assert (type(caught), bool(caught.retry_after_s)) == (error, True)
 
 
+async def test_a_model_that_no_gpu_can_run_where_it_is_loaded_is_refused_in_words() -> None:
+    floor = Floor(SHORT)
+    rows = [make_row(uuid.uuid4(), model_names=("m",), excluded=frozenset(names)) for names in ({"m"}, {"m", "n"})]
+    floor.keeper.apply(rows, targets={}, peers={})
+    refusal = await fails(floor.queue("m"))
+    assert "no GPU of the nodes that have it loaded can run it" in refusal.message
+    floor.keeper.apply([rows[0], make_row(uuid.uuid4(), model_names=("m",))], targets={}, peers={})
+    assert "no GPU" not in (await fails(floor.queue("m"))).message
+
+
 async def test_rows_explain_why_a_model_has_no_box_and_a_provider_that_is_gone_ends_the_waits_for_it_alone() -> None:
     def apply(*states: str, model: str = "m") -> None:
         rows = [make_row(uuid.uuid4(), provider_state=state, connected=False, model_names=(model,)) for state in states]

@@ -394,6 +394,20 @@ async def test_an_agents_node_is_judged_by_its_own_windows_and_ramps_up_when_it_
         assert (back.max_concurrent, back.ramp_until) == (8, 0.0)
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
+async def test_a_node_gets_nothing_for_a_model_that_its_gpus_cannot_run(setting: Setting, is_direct: bool) -> None:
+    node_id = uuid.uuid4()
+    said: dict[str, object] = {"is_direct": is_direct, "gateway_id": THERE, "model_names": ("m", "n")}
+    link: Link = setting.link_of(make_row(node_id, excluded=frozenset({"m"}), **said))
+    changes: list[Link | None] = []
+    setting.registry.subscribe(changes.append)
+    assert (link.answers("m", "/a"), link.answers("n", "/a")) == (False, True)
+    assert (setting.registry.links_for("m"), setting.registry.served_models()) == ((), ["n"])
+    setting.apply(make_row(node_id, **said))
+    assert list(setting.registry.links_answering("m", ("/a",))) == [link]
+    assert link in changes, "who waits for the model hears of it"
+
+
 async def test_a_box_on_another_gateway_is_reached_through_that_gateway_on_its_paths(setting: Setting) -> None:
     node_id = uuid.uuid4()
     there = {"gateway_id": THERE, "endpoints": {"m": frozenset({"/a"})}}

@@ -442,7 +442,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 FACTS = ModelFacts(
     name="m", backend="gguf", state="loaded", replicas=1, loaded_replicas=1, replica_max=4, target_inflight=2,
     configured_target_inflight=3, estimate_mb=700, estimate_replicas=1, estimate_source="observed_load_delta",
-    load_constraints=LIMITS,
+    load_constraints=LIMITS, device="cpu",
 )  # fmt: skip
 
 
@@ -468,7 +468,7 @@ def facts_of(telemetry: Telemetry) -> list[ModelFacts]:
 def test_a_modest_report_stays_as_it_is() -> None:
     replica = ReplicaInfo(
         model="m", state="loading", engine="vllm", detail="weights", progress=0.5, eta_s=9.0, endpoints=[CHAT],
-        context_tokens=4096, kept=True, gave_up_ms=7,
+        context_tokens=4096, kept=True, gave_up_ms=7, gpus=[0, 3], device="cpu",
     )  # fmt: skip
     said = {
         "gpus": [GpuInfo(index=1, name="L4", memory_total_mb=9, memory_used_mb=3, temperature_c=61.5, power_w=70.0)],

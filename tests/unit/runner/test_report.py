@@ -99,6 +99,79 @@ def test_an_amd_gpu_that_tells_little_still_counts_and_one_that_falls_silent_lea
     assert find_cards(tmp_path / "none") == []
 
 
+class Driver:
+    """NVML with ``count`` GPUs, of which pairs are joined by NVLink or lie behind one PCI switch; None = it does not tell."""
+
+    NVMLError = RuntimeError
+    NVML_TEMPERATURE_GPU = NVML_P2P_STATUS_OK = 0
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_TOPOLOGY_MULTIPLE = 2, 20
+
+    def __init__(self, count: int, *, linked: str | None = "", near: str | None = "") -> None:
+        self._count, self._linked, self._near = count, linked, near
+        self.asked = 0
+
+    def nvmlInit(self) -> None: ...  # noqa: N802  # NVML's names
+
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return self._count
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, kind: int) -> int:  # noqa: N802
+        self.asked += 1
+        if self._linked is None:
+            raise RuntimeError
+        return 0 if kind == self.NVML_P2P_CAPS_INDEX_NVLINK and f"{one}{other}" in self._linked.split() else 5
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:  # noqa: N802
+        if self._near is None:
+            raise RuntimeError
+        return 10 if f"{one}{other}" in self._near.split() else 40
+
+
+@pytest.mark.parametrize(
+    ("linked", "near", "groups"),
+    [
+        ("", "", ["", "", "", ""]),
+        (None, None, ["", "", "", ""]),
+        ("", "01 23", ["pci-0", "pci-0", "pci-2", "pci-2"]),
+        ("01 02 03 12 13 23", "01 23", ["nvlink-0"] * 4),
+        ("12", "01 03", ["pci-0", "nvlink-1", "nvlink-1", "pci-0"]),
+        ("02 12", None, ["nvlink-1", "nvlink-1", "nvlink-1", ""]),
+        ("03", "", ["nvlink-0", "", "", "nvlink-0"]),
+    ],
+)
+def test_gpus_that_are_joined_share_a_group(linked: str | None, near: str | None, groups: list[str]) -> None:
+    probe = NvmlProbe(driver := Driver(4, linked=linked, near=near))
+    probe.open()
+    assert [gpu.group for gpu in probe.sample()] == groups
+    asked = driver.asked
+    assert [gpu.group for gpu in probe.sample()] == groups
+    assert driver.asked == asked > 0, "nobody rewires GPUs while a node runs"
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "gpu_ids", "device"),
+    [
+        ("gguf", {}, (), ""), ("gguf", {"device": "cpu"}, (), "cpu"), ("gguf", {"gguf_n_gpu_layers": 0}, (0,), "cpu"),
+        ("gguf", {"gguf_n_gpu_layers": 9}, (0,), ""), ("ct2", {}, (), "cpu"), ("whisper", {"device": "cuda"}, (1,), ""),
+        ("vllm", {"device": "cpu"}, (), "cpu"), ("vllm", {}, (0, 1), ""),
+    ],
+)  # fmt: skip
+def test_gateways_are_told_which_models_use_no_gpu(
+    backend: str, options: dict[str, object], gpu_ids: tuple[int, ...], device: str
+) -> None:
+    model = served(make_model(replicas=1))
+    model.replicas[0] = Replica(
+        LoadPlan(model_id="m", backend=backend, options=options, gpu_ids=gpu_ids), model.replicas[0].supervisor
+    )
+    (info,) = list_replicas([model])
+    assert (info.device, info.gpus) == (device, list(gpu_ids))
+
+
 @pytest.mark.parametrize(("nvidia_count", "ids"), [(0, (0, 1)), (1, (0,)), (2, (0, 1))])
 def test_an_engine_has_gpus_of_one_maker(nvidia_count: int, ids: tuple[int, ...]) -> None:
     gpus = [GpuInfo(index=0, name="first"), GpuInfo(index=1, name="second")]
