@@ -413,6 +413,20 @@ class NodeLimits:
     # The node says it again.
     ticket_reports_per_node: int = bound(200, "reports", "Further reports of a node on tickets are dropped.")
     ticket_key_kept_s: float = bound(7 * 86_400.0, "s", "The row of a ticket key that was replaced is deleted.")
+    # Certificates of the internal CA. Nodes renew them when a third of the time is left.
+    certificate_s: float = bound(
+        30 * 86_400.0,
+        "s",
+        "A node's certificate of the internal CA expires.",
+        setting="MUSTER_NODE_CERTIFICATE_DAYS",
+        minimum=1,
+        factor=86_400,
+    )
+    certificate_backdate_s: float = bound(3600.0, "s", "A clock that is further behind takes a new certificate for invalid.")
+    certificate_gap_s: float = bound(20.0, "s", "A node's next request for a certificate is looked at.")
+    csr_chars: int = bound(8 * 1024, "characters", "A longer certificate request is refused.")
+    authority_s: float = bound(3650 * 86_400.0, "s", "An internal CA expires.")
+    authority_settle_s: float = bound(7 * 86_400.0, "s", "A new internal CA gives certificates; clients have it by then.")
     command_quiet_s: float = bound(5.0, "s", "A node that was given a command and says nothing is asked about it.")
     # It could expire on the way.
     command_token_margin_s: float = bound(5.0, "s", "An op token that holds no longer is not sent; the run gets a new one.")

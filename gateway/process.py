@@ -58,6 +58,7 @@ from nodes.links.http import HttpTarget
 from nodes.links.keeper import FLEET, LinkKeeper
 from nodes.links.relay import RelayLink
 from nodes.services.availability import EjectionReport, write_ejections
+from nodes.services.certificates import KnownAuthority, load_authorities
 from nodes.services.drains import write_drain_counts
 from nodes.services.sessions import KnownNodes, write_presences
 from nodes.services.tickets import KnownKey, load_ticket_keys
@@ -80,6 +81,7 @@ class _News:
     models: list[ModelEntry] | None
     aliases: list[AliasEntry] | None
     ticket_keys: tuple[KnownKey, ...] | None
+    authorities: tuple[KnownAuthority, ...] | None
 
 
 class _HintedRows:
@@ -176,6 +178,7 @@ class GatewayRuntime:
             self.pipeline,
             self.registry,
             self.node_channel.tickets.keyring,
+            self.node_channel.tickets.certificates,
             f"{str(settings.GATEWAY_PUBLIC_URL).rstrip('/')}/v1",
         )
         self.pipeline.say_failover = self.tickets.say_failover_of_stream
@@ -411,6 +414,9 @@ class GatewayRuntime:
         self.node_channel.tell_agents(self.keeper.rows)
         if news.ticket_keys is not None:
             self.node_channel.tickets.keyring.take(news.ticket_keys)
+        if news.authorities is not None:
+            self.node_channel.tickets.certificates.take(news.authorities)
+        self.keeper.trust(self.node_channel.tickets.certificates.authorities)
         self.node_channel.tickets.tell_keys()
         self.keeper.cut_off(news.marks.revoked)
         await self._remember_declared()
@@ -481,6 +487,7 @@ class GatewayRuntime:
             models=self.catalogue.load_models() if before is None or marks.models != self.catalogue.models_mark else None,
             aliases=self.catalogue.load_aliases() if before is None or marks.aliases != before.aliases else None,
             ticket_keys=load_ticket_keys() if before is None or marks.ticket_keys != before.ticket_keys else None,
+            authorities=load_authorities() if before is None or marks.authorities != before.authorities else None,
         )
 
     def _beat(self) -> None:

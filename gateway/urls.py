@@ -53,6 +53,7 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
         _route("models", get(public.list_models)),
         _route("v1/models/(?P<name>.+)", get(public.show_model)),
         _route("openapi\\.json", get(public.describe)),
+        _route("v1/ca", get(public.authorities)),
         _route("favicon\\.ico", get(public.icon)),
         _route("health", get(public.health)),
         _route("metrics", get(public.metrics)),

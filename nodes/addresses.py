@@ -10,10 +10,12 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookupTimeout
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
@@ -64,7 +66,7 @@ _FORBIDDEN: tuple[tuple[Network, str], ...] = tuple(
     )
 )
 # Not ``is_loopback``: some Python versions say yes for an IPv4-mapped address, which must stay refused.
-_LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 _LOOKUPS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="direct-lookup")
 
 
@@ -103,6 +105,15 @@ def build_request(
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
     return client.build_request(method, url, headers=headers, json=body, extensions={"sni_hostname": target.host})
+
+
+@lru_cache(maxsize=4)
+def make_trust(authorities: str) -> ssl.SSLContext:
+    """Return what calls of nodes are verified with: the CAs of this machine, and these (PEM, empty = none)."""
+    context = ssl.create_default_context()
+    if authorities:
+        context.load_verify_locations(cadata=authorities)
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +229,7 @@ def resolve_direct_target(url: str, *, policy: AddressPolicy | None = None, reso
 
 
 def _check_address(url: DirectUrl, address: Address, policy: AddressPolicy, *, is_named: bool) -> None:
-    if any(address in network for network in _LOOPBACK):
+    if any(address in network for network in LOOPBACK):
         if policy.allow_loopback:
             return
         raise _refusal("leads to a loopback address; set MUSTER_DIRECT_ALLOW_LOOPBACK only if the node runs on this machine")

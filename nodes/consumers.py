@@ -28,6 +28,7 @@ from nodes.models import ProviderState
 from nodes.services import sessions
 from nodes.session import (
     AnswerArrived,
+    CertificateAsked,
     DataArrived,
     Effect,
     FrameDropped,
@@ -72,6 +73,7 @@ Control = (
     | OperationReported
     | GovernanceChanged
     | UsageReported
+    | CertificateAsked
 )
 """What a node says beside its streams."""
 
@@ -239,6 +241,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 self._channel.take_report(link, effect.report)
             case UsageReported():
                 self._channel.tickets.take_usage(link, effect.reports)
+            case CertificateAsked():
+                self._channel.tickets.take_certificate_request(link, effect.message)
             case Registered():
                 raise ProtocolError("register is sent once")
             case _:
@@ -334,7 +338,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         self._until_registered.close()
         link.send_message(self._acknowledge(effect, opened))
         if effect.message.ticket_url:
-            channel.tickets.welcome(link, effect.message.ticket_url)
+            channel.tickets.welcome(link, effect.message)
         SESSIONS.labels(effect.protocol).inc()
         logger.info("worker.connected node=%s protocol=%s models=%d", opened.node_name, effect.protocol, len(effect.models))
         channel.registry.add(link)

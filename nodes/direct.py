@@ -26,11 +26,12 @@ from governance.operations.runs import (
     wake_worker,
 )
 from governance.states import RunEvent
-from nodes.addresses import build_request, resolve_direct_target
+from nodes.addresses import build_request, make_trust, resolve_direct_target
 from nodes.channel import TRY_AGAIN_CODES, lose_run, read_order
 from nodes.errors import NodeError
 from nodes.models import Node, Reach
 from nodes.reports import clean_result
+from nodes.services.certificates import find_authorities
 from wire import clock
 from wire.optoken.op_token import TOKEN_MEMBER
 
@@ -176,10 +177,12 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
 
     try:
         target, api_key = resolve_direct_target(node.public_base_url), node.read_api_key()
+        authorities = find_authorities([node.public_base_url])
     except NodeError as error:
         raise NodeSilent(error.message, was_sent=False) from None
     try:
-        with httpx.Client(timeout=limits().nodes.call_s, follow_redirects=False, trust_env=False) as client:
+        verify = make_trust(authorities)
+        with httpx.Client(timeout=limits().nodes.call_s, follow_redirects=False, trust_env=False, verify=verify) as client:
             request = build_request(client, target, method, path, api_key=api_key, body=body)
             with closing(client.send(request, stream=True)) as response:
                 raw = _read(response)

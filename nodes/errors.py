@@ -56,6 +56,10 @@ class AgentTaken(NodeError, status=HTTPStatus.FORBIDDEN):
     """The agent id belongs to another credential."""
 
 
+class CertificateRefused(NodeError):
+    """The internal CA gives no certificate for that host, that key or that node."""
+
+
 class SessionUnknown(NodeError, code=ErrorCode.NOT_FOUND, status=HTTPStatus.NOT_FOUND):
     """No session has that id, or another one took its place."""
 

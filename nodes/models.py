@@ -429,6 +429,22 @@ class TicketKey(models.Model):
         return self.kid
 
 
+class NodeAuthority(models.Model):
+    """An internal CA that gives nodes certificates. The newest one whose ``issues_at`` has passed does it."""
+
+    certificate = models.TextField(help_text="PEM")
+    sealed_private = models.TextField(blank=True, editable=False, help_text="Encrypted; empty = it gives no more certificates")
+    created_at = models.DateTimeField()
+    issues_at = models.DateTimeField()
+    dropped_at = models.DateTimeField(null=True, blank=True, help_text="When nobody is to trust it any more")
+
+    class Meta:
+        ordering = ["-pk"]
+
+    def __str__(self) -> str:
+        return f"node CA of {self.created_at:%Y-%m-%d}"
+
+
 def read_clock() -> datetime:
     """Return what time it is. What one process writes and another one judges by its age is reckoned from this."""
     with connection.cursor() as cursor:

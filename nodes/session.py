@@ -125,6 +125,13 @@ class UsageReported:
     reports: tuple[bridge.TicketUsage, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CertificateAsked:
+    """The node said whether clients can verify its port, and may want a certificate for it."""
+
+    message: bridge.CertificateRequest
+
+
 class FrameDropped(msgspec.Struct, frozen=True, gc=False):
     """A late frame of a stream that is over; counted, never delivered."""
 
@@ -145,6 +152,7 @@ Effect = (
     | OperationReported
     | GovernanceChanged
     | UsageReported
+    | CertificateAsked
     | FrameDropped
 )
 
@@ -345,6 +353,8 @@ class ServerSession:
                 return [GovernanceChanged(message)]
             case bridge.UsageReport() if self.speaks_muster:
                 return [UsageReported(tuple(message.reports))]
+            case bridge.CertificateRequest() if self.speaks_muster:
+                return [CertificateAsked(message)]
             case bridge.WorkerError():
                 return self._take_error(message)
         raise ProtocolError("message not allowed here")

@@ -10,6 +10,7 @@ from celery import shared_task
 from core.limits import limits
 from nodes.direct import call_direct_node, find_unattended
 from nodes.operations.load import tell_failed_reloads
+from nodes.services.certificates import drop_authorities
 from nodes.services.drains import sweep_presence
 from nodes.services.figures import follow_uptime
 from nodes.services.gpus import follow_gpus
@@ -56,7 +57,8 @@ def tell_reloads() -> None:
 
 @shared_task(name="nodes.tasks.renew_ticket_key")  # type: ignore[untyped-decorator]  # Celery ships no types
 def renew_key() -> None:
-    """Replace a ticket key that is old. Idempotent; the next one makes up for a lost task."""
+    """Replace a ticket key that is old, forget CAs that hold no more. Idempotent; the next one makes up for a lost task."""
+    drop_authorities()
     if renew_ticket_key():
         logger.info("ticket_key_renewed")
 

@@ -13,6 +13,7 @@ from django.db import DatabaseError, InterfaceError
 
 from core.db.threads import run_in_database
 from core.limits import limits
+from nodes.certificates import CertificateChannel
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.services.tickets import (
@@ -57,6 +58,7 @@ class TicketChannel:
         hear: HearUsage | None,
     ) -> None:
         self.keyring = TicketKeyring()
+        self.certificates = CertificateChannel(registry, spawn=spawn, judge=self._look_at)
         self._limits = limits().nodes
         self._registry, self._agents = registry, agents
         self._spawn = spawn
@@ -66,19 +68,31 @@ class TicketChannel:
         self._usage: dict[tuple[uuid.UUID, str], bridge.TicketUsage] = {}
         """What nodes said of tickets and the database does not know yet, the newest of each, by node and ticket."""
 
-    def welcome(self, link: RelayLink, url: str) -> None:
-        """Take that clients may reach a node that has just registered at ``url``, once that was looked at."""
+    def welcome(self, link: RelayLink, said: bridge.Register) -> None:
+        """Take that clients may reach a node that has just registered at the URL it names, once that was looked at."""
         link.told_ticket_keys = tuple(key.kid for key in self.keyring.list_public())
-        self._spawn(self._look_at(link.node_id, url))
+        link.named_url = said.ticket_url
+        if said.takes_certificates:
+            self.certificates.welcome(link)  # it answers whether clients can verify it by now
+        else:
+            self._spawn(self._look_at(link, ""))
 
-    async def _look_at(self, node_id: uuid.UUID, url: str) -> None:
-        try:
-            if self.keyring.is_empty:
-                await run_in_database(ensure_ticket_key)
-            error = await asyncio.to_thread(find_ticket_refusal, url)  # a name server may be slow
-            await run_in_database(store_ticket_refusal, node_id=node_id, url=url, error=error)
-        except (DatabaseError, InterfaceError):
-            logger.warning("node.ticket_url_not_checked node_id=%s; looked at when the node registers again", node_id)
+    def take_certificate_request(self, link: RelayLink, message: bridge.CertificateRequest) -> None:
+        """Take what a node says of its certificate; one that was told of no CAs has nothing to say."""
+        if link.told_authorities is not None:
+            self.certificates.take_request(link, message)
+
+    async def _look_at(self, link: RelayLink, error: str) -> None:
+        # In the order in which the node spoke: what it said first would else be stored last.
+        async with link.looking:
+            try:
+                if self.keyring.is_empty:
+                    await run_in_database(ensure_ticket_key)
+                # A name server may be slow.
+                error = error or await asyncio.to_thread(find_ticket_refusal, link.named_url)
+                await run_in_database(store_ticket_refusal, node_id=link.node_id, url=link.named_url, error=error)
+            except (DatabaseError, InterfaceError):
+                logger.warning("node.ticket_url_not_checked node_id=%s; looked at when the node registers again", link.node_id)
 
     async def ensure_key(self) -> None:
         """See to it that there is a key before a node is told of them. Raises DatabaseError."""
@@ -87,7 +101,8 @@ class TicketChannel:
             self.keyring.take(await run_in_database(load_ticket_keys))
 
     def tell_keys(self) -> None:
-        """Tell the nodes that take tickets which keys verify them now, those that do not know it yet."""
+        """Tell the nodes that take tickets which keys and CAs hold now, those that do not know it yet."""
+        self.certificates.tell()
         links = (link for link in self._registry if isinstance(link, RelayLink))
         nodes: list[KeyTaker] = [*links, *self._agents.values()]
         if takers := [node for node in nodes if node.told_ticket_keys is not None]:

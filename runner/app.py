@@ -26,14 +26,18 @@ from runner.report import list_endpoints, list_facts, list_replicas, read_memory
 from runner.session import Instruction
 from runner.telemetry import Telemetry as NodeTelemetry
 from runner.telemetry import open_telemetry
+from runner.tls import ServerTls
 from wire import clock
 from wire.bridge import (
+    CertificateRequest,
     CheckpointOffer,
     Draining,
     GovernanceReport,
     ModeChange,
     ModelFacts,
     ModelsUpdate,
+    NodeAuthorities,
+    NodeCertificate,
     OpCommand,
     OpQuery,
     PolicyOffer,
@@ -113,6 +117,7 @@ class Runner:
             memory=sample.memory,
             governance=self.parts.governance.describe(),
             ticket_url=self.parts.tickets.url,
+            takes_certificates=self.parts.tls is not None and self.parts.tls.is_from_gateways,
         )
 
     async def take_sample(self) -> Telemetry:
@@ -190,6 +195,10 @@ class Runner:
                 self.parts.tickets.hear_keys(instruction.keys)
             case UsageTaken():
                 self._spawn(self._take_receipts(instruction.taken))
+            case NodeAuthorities():
+                self._hear_authorities(link, instruction.certificates)
+            case NodeCertificate():
+                self._spawn(self._take_certificate(instruction))
             case _:
                 assert_never(instruction)
 
@@ -221,6 +230,39 @@ class Runner:
                 continue
             if link is not None and reports:
                 link.post(UsageReport(reports=reports))
+
+    def _hear_authorities(self, link: GatewayLink, certificates: str) -> None:
+        tls = self.parts.tls
+        if tls is not None:
+            link.names_authorities = True
+            tls.hear_authorities(certificates)
+            link.post(tls.ask() or tls.describe())
+
+    async def _take_certificate(self, answer: NodeCertificate) -> None:
+        tls = self.parts.tls
+        try:
+            is_taken = tls is not None and await tls.take(answer)
+        except OSError as error:
+            log.error("certificate cannot be written down: %s", error)  # noqa: TRY400  # text for the owner
+            return
+        if tls is not None and is_taken:
+            self._say_certificate(tls.describe())
+
+    def _say_certificate(self, said: CertificateRequest) -> None:
+        """Tell every gateway how it stands, and one of them what is wished for."""
+        for link in self._links.values():
+            if link.names_authorities:
+                link.post(said)
+                said = CertificateRequest(is_held=said.is_held)
+
+    async def _watch_tls(self, tls: ServerTls) -> None:
+        was_held = tls.is_held
+        while True:
+            await asyncio.sleep(limits().tls.look_s)
+            await tls.reload_files()
+            if (asked := tls.ask()) is not None or tls.is_held != was_held:
+                self._say_certificate(asked or tls.describe())
+            was_held = tls.is_held
 
     def _judge_soon(self, link: GatewayLink, offer: PolicyOffer | CheckpointOffer) -> None:
         if len(self._offers) < limits().connection.offers:
@@ -278,6 +320,8 @@ class Runner:
             stack.push_async_callback(self._commands.close)
             stack.push_async_callback(self._hang_up)
             self._spawn(self._watch_governance())
+            if self._parts.tls is not None:
+                self._spawn(self._watch_tls(self._parts.tls))
             if await self._parts.tickets.has_books():
                 self._spawn(self._report_usage())
             if self._config.api is not None:
@@ -329,6 +373,8 @@ class Runner:
         """Read the settings files again; what is wrong with them goes to the log."""
         if self._parts is None:
             return  # it is about to read them for the first time
+        if self._parts.tls is not None:
+            await self._parts.tls.reload_files()
         try:
             change = await self.parts.reload_settings()
         except (InvalidSettings, SettingsConflict) as error:

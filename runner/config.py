@@ -75,6 +75,16 @@ class TicketConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """What the node's own port shows: files of the owner, or what the internal CA certifies for ``host``, in ``folder``."""
+
+    certificate: Path | None = None
+    key: Path | None = None
+    folder: Path | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class OperationsConfig:
     """Who may load, unload and flush. ``level`` is 0, 1 or 2; ``is_level_given``: the owner named it.
 
@@ -137,6 +147,7 @@ class RunnerConfig:
     engine: BackendConfig | LlamaConfig | None
     api: ApiWish | None
     tickets: TicketConfig | None
+    tls: TlsConfig | None
     operations: OperationsConfig
     files: FilesConfig
     log_level: str | None
@@ -162,7 +173,10 @@ Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_
 MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_TIDY,
 MUSTER_MAX_CONCURRENT, MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS,
 MUSTER_OWNER, MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA,
-MUSTER_MEMORY_BUDGET_MB, MUSTER_TICKET_URL, MUSTER_TICKET_ORIGINS.
+MUSTER_MEMORY_BUDGET_MB, MUSTER_TICKET_URL, MUSTER_TICKET_ORIGINS, MUSTER_API_TLS_CERT, MUSTER_API_TLS_KEY.
+
+The port speaks TLS with a certificate of yours (--api-tls-cert), or with an https:// --ticket-url, for which the internal CA of
+the installation certifies it; --api-plain (MUSTER_API_PLAIN) leaves TLS to a proxy in front of it.
 
 The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), MAX_QUEUE_DEPTH (16),
 QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
@@ -297,6 +311,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--api-host", metavar="HOST", help="address it listens on (default: 127.0.0.1; others need --api-key-file)")
     add("--api-key", metavar="KEY", help="key that its clients must send; better in a file or the environment")
     add("--api-key-file", metavar="FILE", help="file that holds that key")
+    add(
+        "--api-tls-cert",
+        metavar="FILE",
+        help="certificate and chain (PEM) that the port shows; read again when changed",
+    )
+    add("--api-tls-key", metavar="FILE", help="its key, where that lies in a file of its own")
+    add("--api-plain", action="store_true", help="a proxy in front of that port speaks TLS for an https:// --ticket-url")
     add("--ticket-url", metavar="URL", help="where clients with a ticket reach that port, such as http://gpu1.lan:8090")
     add("--ticket-origins", action="append", metavar="A,B", help="origins of web pages that may use tickets (* = all)")
     add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
@@ -347,6 +368,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
     api = _read_api(options, is_alone=is_alone)
     name = options.text("name", socket.gethostname() or "worker")
     files = _read_files(options)
+    tickets = _read_tickets(options, files=files, has_port=api is not None, has_gateway=bool(gateways))
     engine = _read_engine(options, has_models=files.find_settings()[0] is not None or files.model_base is not None)
     cores = os.cpu_count() or 1
     log_level = options.text("log_level", options.variable("LOG_LEVEL")).lower()
@@ -371,7 +393,8 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         gpu_ids=_read_gpu_ids(options),
         engine=engine,
         api=api,
-        tickets=_read_tickets(options, files=files, has_port=api is not None, has_gateway=bool(gateways)),
+        tickets=tickets,
+        tls=_read_tls(options, files=files, has_port=api is not None, tickets=tickets),
         operations=_read_operations(options, files=files, shared_key=shared_key),
         files=files,
         log_level=LOG_LEVELS[log_level] if log_level else None,
@@ -448,6 +471,21 @@ def _read_tickets(options: Options, *, files: FilesConfig, has_port: bool, has_g
     if wrong := [origin for origin in origins if origin != "*" and not _ORIGIN.match(origin)]:
         raise ConfigError(f"--ticket-origins must be a comma list such as https://app.example.org, or *, not {wrong[0]!r}")
     return TicketConfig(urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"), "", "")), origins)
+
+
+def _read_tls(options: Options, *, files: FilesConfig, has_port: bool, tickets: TicketConfig | None) -> TlsConfig | None:
+    certificate, key = options.text("api_tls_cert"), options.text("api_tls_key")
+    is_plain = options.args.api_plain or options.switch("MUSTER_API_PLAIN", default=False)
+    if key and not certificate:
+        raise ConfigError("--api-tls-key needs --api-tls-cert, the certificate of that key")
+    if certificate and (is_plain or not has_port):
+        raise ConfigError("--api-tls-cert needs --api-port, whose clients it is for, and no --api-plain")
+    if certificate:
+        return TlsConfig(Path(certificate).expanduser(), Path(key).expanduser() if key else None)
+    parts = urlsplit("" if tickets is None else tickets.url)
+    if parts.scheme != "https" or is_plain:
+        return None
+    return TlsConfig(folder=files.data, host=(parts.hostname or "").lower())
 
 
 def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) -> OperationsConfig:

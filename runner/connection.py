@@ -192,6 +192,8 @@ class GatewayLink:
         """Set = telemetry is sent soon, because something changed."""
         self.takes_usage = False
         """Whether the gateway of this session takes reports of tickets."""
+        self.names_authorities = False
+        """Whether it has told this node which internal CAs there are, and so takes requests for certificates."""
         self._last_said, self._said_at = "", 0.0
 
     def post(self, message: Message) -> None:
@@ -240,7 +242,7 @@ class GatewayLink:
                         f"retrying at least every {bounds.reconnect_max_s:g} s"
                     )
             finally:
-                self._session, self.takes_usage = None, False
+                self._session, self.takes_usage, self.names_authorities = None, False, False
             if session.accepted_at is not None:
                 self._last_said, last_seen_at = "", clock.monotonic()
                 if clock.monotonic() - session.accepted_at >= bounds.healthy_after_s:

@@ -408,6 +408,16 @@ class TicketLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsLimits:
+    """The certificate of the node's own port."""
+
+    renew_share: float = bound(1 / 3, "of its time", "A certificate with so little left is renewed.")
+    look_s: float = bound(60.0, "s", "The certificate is looked at again, and so are files of the owner.")
+    retry_s: float = bound(60.0, "s", "A certificate that did not come is asked for again.")
+    placeholder_s: float = bound(3650 * 86_400.0, "s", "What the port shows before it is certified expires; nobody trusts it.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLimits:
     """The durable store of what the runner did."""
 
@@ -448,6 +458,7 @@ class Limits:
     models: ModelsLimits = field(default_factory=ModelsLimits)
     operations: OperationsLimits = field(default_factory=OperationsLimits)
     tickets: TicketLimits = field(default_factory=TicketLimits)
+    tls: TlsLimits = field(default_factory=TlsLimits)
     ledger: LedgerLimits = field(default_factory=LedgerLimits)
 
 

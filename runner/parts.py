@@ -38,6 +38,7 @@ from runner.serving.request import Counters
 from runner.serving.service import Serving
 from runner.telemetry import Reading, Telemetry, open_telemetry
 from runner.tickets import Tickets
+from runner.tls import ServerTls
 from wire import clock
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Parts:
     desired: DesiredState
     costs: Costs
     tickets: Tickets
+    tls: ServerTls | None
     _make_queue: Callable[[ModelDefinition], FairQueue]
     phase: Phase = Phase.STARTING
     started_at: float = field(default_factory=clock.unix_s)
@@ -240,6 +242,8 @@ async def assemble(
             config, settings, telemetry, ledger, governance, client, on_change=on_change, wakes=wakes, engines=engines
         )
         stack.push_async_callback(parts.close)
+        if parts.tls is not None:
+            await asyncio.to_thread(parts.tls.open)
         await parts.desired.open()
         await ledger.abandon_costs()
         await parts.look()  # a registration tells of the GPUs
@@ -298,7 +302,7 @@ def _put_together(
         decoding=lambda: parts.settings.decoding,
         keeps_engine_errors=config.keeps_engine_errors,
     )
-    gate = _make_gate(config, governance, ledger)
+    gate, tickets = _make_gate(config, governance, ledger), Tickets(config.tickets, ledger)
     operations = Operations(pool, gate, ledger, governance.identity)
 
     async def load_again(body: LoadBody) -> Mapping[str, object]:
@@ -308,7 +312,8 @@ def _put_together(
     parts = Parts(
         config=config, settings=settings, ledger=ledger, pool=pool, budget=budget,
         counters=counters, serving=serving,
-        gate=gate, governance=governance, operations=operations, costs=costs, tickets=Tickets(config.tickets, ledger),
+        gate=gate, governance=governance, operations=operations, costs=costs, tickets=tickets,
+        tls=None if config.tls is None else ServerTls(config.tls, now=tickets.now),
         _make_queue=make_queue,
         desired=DesiredState(
             ledger, governance, load_again, min_signers=config.operations.min_signers, on_change=on_change

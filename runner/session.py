@@ -18,6 +18,8 @@ from wire.bridge import (
     CheckpointOffer,
     GracefulShutdown,
     ModelsRefresh,
+    NodeAuthorities,
+    NodeCertificate,
     NodeNotice,
     OpCommand,
     OpQuery,
@@ -171,8 +173,8 @@ class Reply:
 
 
 Effect = Opened | Cancelled | Credited | Reply
-Instruction = OpCommand | OpQuery | PolicyOffer | CheckpointOffer | TicketKeys | UsageTaken
-"""What the control plane says about operations, how they are decided, and tickets."""
+Instruction = OpCommand | OpQuery | PolicyOffer | CheckpointOffer | TicketKeys | UsageTaken | NodeAuthorities | NodeCertificate
+"""What the control plane says about operations, how they are decided, tickets, and certificates."""
 Notice = RegisterAck | Ping | ModelsRefresh | GracefulShutdown | NodeNotice | Instruction
 """A message that this session may be sent, to be acted on as it is."""
 

@@ -125,7 +125,7 @@ class Tickets:
         if self.is_reclaimed:
             raise Unavailable(_RECLAIMED)
         try:
-            ticket = verify_ticket(text, self._keys, audience=self._audience, now=self._now())
+            ticket = verify_ticket(text, self._keys, audience=self._audience, now=self.now())
         except TicketError as error:
             raise refuse(error.fault) from None
         # What was spent before the ledger began is not known to it.
@@ -139,7 +139,7 @@ class Tickets:
             raise refuse(TicketFault.WRONG_MODEL)
         bounds = limits().tickets
         until = ticket.expires_at + bounds.body_s
-        if self._now() >= until:  # its head came in time, and its body did not
+        if self.now() >= until:  # its head came in time, and its body did not
             raise refuse(TicketFault.EXPIRED)
         spent = Spent(ticket, endpoint, is_streaming, clock.monotonic())
         report = msgspec.json.encode(_report(spent, status=RUNNING)).decode()
@@ -182,7 +182,8 @@ class Tickets:
         """Take that a gateway has stored these reports: their status by ticket."""
         await self._ledger.forget_tickets([(ticket_id, status != RUNNING) for ticket_id, status in taken.items()])
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return Unix seconds by the server's clock."""
         return clock.unix_s() + self._skew_s
 
 

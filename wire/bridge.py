@@ -333,6 +333,22 @@ class UsageTaken(Message, tag="usage_taken"):
     refused: dict[str, str] = {}
 
 
+class NodeAuthorities(Message, tag="node_authorities"):
+    """muster v1: the certificates (PEM) of the internal CAs that hold, empty = there is none. For nodes that take certificates.
+
+    Each is answered with a ``certificate_request``.
+    """
+
+    certificates: str
+
+
+class NodeCertificate(Message, tag="node_certificate"):
+    """muster v1: answers a request: a certificate (PEM) for the host of the ``ticket_url``, or the ``error``: why not."""
+
+    certificate: str = ""
+    error: str = ""
+
+
 # worker -> server
 
 
@@ -343,7 +359,7 @@ class Register(Message, tag="register"):
     instance. The same node started again has another and replaces its session; another node, by its key, or a program that was
     replaced is refused with ``NAME_TAKEN`` while that session lives. ``endpoints`` lists the paths its
     engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``. ``ticket_url``: where clients reach the node's own
-    HTTP API with a ticket; empty = it takes none.
+    HTTP API with a ticket; empty = it takes none. ``takes_certificates``: it wants one of the internal CA for that URL.
     """
 
     worker_name: str = "worker"
@@ -361,6 +377,7 @@ class Register(Message, tag="register"):
     memory: MemoryInfo | None = None
     governance: NodeGovernance | None = None
     ticket_url: str = ""
+    takes_certificates: bool = False
 
 
 class ResponseChunk(Message, tag="response_chunk"):
@@ -471,6 +488,16 @@ class UsageReport(Message, tag="usage_report"):
     reports: list[TicketUsage]
 
 
+class CertificateRequest(Message, tag="certificate_request"):
+    """muster v1: whether the node's port shows a certificate that clients can verify now, and a wish for the next one.
+
+    ``csr``: a PKCS #10 request (PEM) by the key that the port shows already, of which only the key counts; empty = no wish.
+    """
+
+    is_held: bool
+    csr: str = ""
+
+
 ServerMessage = (
     RegisterAck
     | Request
@@ -485,6 +512,8 @@ ServerMessage = (
     | CheckpointOffer
     | TicketKeys
     | UsageTaken
+    | NodeAuthorities
+    | NodeCertificate
 )
 WorkerMessage = (
     Register
@@ -499,6 +528,7 @@ WorkerMessage = (
     | OpStatus
     | GovernanceReport
     | UsageReport
+    | CertificateRequest
 )
 
 _encoder = msgspec.json.Encoder()

@@ -19,6 +19,7 @@ SETTINGS_CHECKS = ("controlplane", "gateway", "nodes")
 MODULES = {
     "audit": ("audit",),
     "bootstrap": ("bootstrap",),
+    "ca": ("ca",),
     "fleet": (
         *("allow_model", "create_key", "create_worker_credential", "disallow_model", "explain", "node_action"),
         *("replay_routing", "set_provider_state", "ticket_key", "webhook"),
@@ -115,4 +116,4 @@ class MusterUtility(ManagementUtility):
 
 def run_command(words: Sequence[str]) -> None:
     """Run one command under the name that people type, wherever it was started."""
-    MusterUtility(["muster" if words[:1] == ["audit"] else "muster manage", *words]).execute()
+    MusterUtility(["muster" if words[:1] in (["audit"], ["ca"]) else "muster manage", *words]).execute()

@@ -50,6 +50,10 @@ _PROGRAMS = {
         "check, export or prove the audit log of a running installation",
         "[--data DIR] (verify [FILE] | export FILE | prove OPID [--out FILE] | checkpoint)", "server", "", "docs/operate.md"
     ),
+    "ca": Program(
+        "make, show or replace the internal CA that certifies the ports of nodes",
+        "[--data DIR] (create | show | export [FILE] | rotate [--now] | sign FILE HOST ...)", "server", "", "docs/fleet.md"
+    ),
     "node": Program(
         "serve models on this machine, for a gateway or alone (--standalone)",
         "[--all-engines] (--gateway URL --token TOKEN | --standalone) [option ...]", "runner", "runner", "docs/nodes.md"
@@ -79,6 +83,10 @@ _PROGRAMS = {
         "dev", "conformance", "docs/clients.md"
     ),
 }  # fmt: skip
+
+
+_MANAGED = ("manage", "audit", "ca")
+"""Commands that run in the environment of an installation."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -133,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
         made = add(name, program.text, lambda *_: 0, program.usage)  # never run: its words are handed on
         if name == "manage":
             made.formatter_class, made.epilog = argparse.RawDescriptionHelpFormatter, _describe_commands()
-    for command in (down, credentials, demo, *(commands.choices[name] for name in ("manage", "audit"))):
+    for command in (down, credentials, demo, *(commands.choices[name] for name in _MANAGED)):
         _add_data(command)
     usage = "[--fast | --all | --vllm | --clients] [pytest argument ...]\n       muster test --mutants [NAME ...]"
     test = add("test", "run the tests of the gate (installs what they need, a Chromium included)", _run_test, usage)
@@ -233,7 +241,7 @@ def _describe_commands() -> str:
 
 def split_words(name: str, words: list[str]) -> tuple[Path | None, list[str]]:
     """Return the installation that the words of a program name, where we look it up, and the words that the program gets."""
-    if name not in {"manage", "audit"}:
+    if name not in _MANAGED:
         return None, words
     data, words = take_data(words)
     if name == "manage" and (not words or words[0] == "help"):
@@ -243,7 +251,7 @@ def split_words(name: str, words: list[str]) -> tuple[Path | None, list[str]]:
 
 def _run_program(name: str, words: list[str]) -> None:
     program, (data, words) = _PROGRAMS[name], split_words(name, words)
-    if name in {"manage", "audit"} and words in (["-h"], ["--help"]):
+    if name in _MANAGED and words in (["-h"], ["--help"]):
         build_parser().parse_args([name, "--help"])
     if {"-h", "--help"} & set(words) and not environment.is_installed(program.needs):  # no help may install anything
         say(f"usage: muster {name} [argument ...]")
@@ -255,7 +263,7 @@ def _run_program(name: str, words: list[str]) -> None:
     needs = program.needs if own == words else "engines"
     environment.enter(needs, [name, *(["--data", str(data)] if data else []), *words])
     match name:
-        case "manage" | "audit":
+        case "manage" | "audit" | "ca":
             run_manage(data or default_data(), own if name == "manage" else [name, *own])
         case "trust":
             own = name_node(own)

@@ -25,6 +25,7 @@ STOP_ORDER = (("node",), ("gateway",), ("worker", "control"), ("valkey",), ("pos
 RUN_ID_VARIABLE = "MUSTER_RUN_ID"
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # only translated
 # The C allocator otherwise keeps up to eight arenas per core, each with memory that no other thread can use.
+_HOSTS = ("MUSTER_DIRECT_HOSTS", "MUSTER_DIRECT_ALLOW_LOOPBACK")
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
 # Beginnings of variables of the shell that the local node does not get: what only the control plane may know, and what the
 # person set for another node. Either would have it serve other models, join another group or obey other people. Variables of
@@ -149,6 +150,8 @@ class Installation:
             "MUSTER_ALLOWED_HOSTS": ",".join(sorted(hosts)),
             "MUSTER_CSRF_TRUSTED_ORIGINS": ",".join(sorted(origins)),
             "DJANGO_SETTINGS_MODULE": "controlplane.settings",
+            # The internal CA is made from a shell that may not have them.
+            **{name: os.environ[name] for name in _HOSTS if name in os.environ},
         }
 
     def pageless_environment(self) -> dict[str, str]:

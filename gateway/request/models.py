@@ -60,6 +60,7 @@ SELECT pg_snapshot_xmin(pg_current_snapshot())::text,
           FROM gateway_modelalias AS alias LEFT JOIN gateway_tenant AS tenant ON tenant.id = alias.tenant_id),
        (SELECT sum(version) FROM ({NODE_VERSIONS}) AS node),
        (SELECT sum(hashtextextended(concat_ws(' ', ctid, xmin), 0)) FROM nodes_ticketkey),
+       (SELECT sum(hashtextextended(concat_ws(' ', ctid, xmin), 0)) FROM nodes_nodeauthority),
        ARRAY(SELECT id FROM nodes_nodecredential WHERE id = ANY(%(credentials)s) AND revoked_at IS NOT NULL),
        others.ids, others.urls
   FROM (SELECT array_agg(id) AS ids, array_agg(internal_url) AS urls FROM gateway_gatewayprocess
@@ -72,9 +73,8 @@ SELECT pg_snapshot_xmin(pg_current_snapshot())::text,
 class Marks:
     """What one look at the database says: which tables are to be read again, and the little that is read each time.
 
-    ``models``, ``aliases``, ``nodes``, ``ticket_keys`` are equal in two looks when nothing of the table changed between them,
-    but for the presence of nodes on the sockets of the asking gateway. ``models`` and ``nodes`` are the sums of the versions of
-    rows.
+    Those without a text are equal in two looks when nothing of the table changed between them, but for the presence of nodes on
+    the sockets of the asking gateway. ``models`` and ``nodes`` are the sums of the versions of rows.
     """
 
     since: int
@@ -88,6 +88,7 @@ class Marks:
     aliases: object
     nodes: object
     ticket_keys: object
+    authorities: object
     revoked: frozenset[int]
     """Those of the credentials in use that were revoked."""
     others: dict[uuid.UUID, str]
@@ -284,9 +285,11 @@ def read_marks(*, since: int | None, gateway_id: uuid.UUID, credentials: list[in
     }
     with connection.cursor() as cursor:
         cursor.execute(_MARKS, values)
-        newest, has_new_keys, models, aliases, nodes, ticket_keys, revoked, ids, urls = cursor.fetchone()
+        newest, has_new_keys, models, aliases, nodes, ticket_keys, authorities, revoked, ids, urls = cursor.fetchone()
     others = dict(zip(ids or (), urls or (), strict=True))
-    return Marks(int(newest), has_new_keys, models or 0, aliases, nodes or 0, ticket_keys, frozenset(revoked), others)
+    return Marks(
+        int(newest), has_new_keys, models or 0, aliases, nodes or 0, ticket_keys, authorities, frozenset(revoked), others
+    )
 
 
 _RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}

@@ -38,6 +38,7 @@ from gateway.values import (
     judge_outcome,
     read_whole_number,
 )
+from nodes.certificates import CertificateChannel
 from nodes.links import Link, LinkRegistry
 from nodes.services.tickets import TicketKeyring
 from wire import clock
@@ -70,8 +71,11 @@ class TicketWish(msgspec.Struct, kw_only=True):
     x_pool_options: msgspec.Raw = msgspec.Raw()
 
 
-class GivenTicket(msgspec.Struct, kw_only=True):
-    """Answer 201. ``base_url`` and ``ticket`` are what an SDK takes as base URL and API key. ``model``: the name to ask for."""
+class GivenTicket(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Answer 201. ``base_url`` and ``ticket`` are what an SDK takes as base URL and API key. ``model``: the name to ask for.
+
+    ``ca_url``: where the internal CAs lie that the node is verified with, beside those that everybody trusts.
+    """
 
     ticket: str
     ticket_id: str
@@ -79,6 +83,7 @@ class GivenTicket(msgspec.Struct, kw_only=True):
     expires_at: str
     model: str
     node_id: str
+    ca_url: str = ""
 
 
 class RelayAdvice(msgspec.Struct, kw_only=True):
@@ -118,6 +123,7 @@ class TicketOffice:
     pipeline: Pipeline
     registry: LinkRegistry
     keyring: TicketKeyring
+    certificates: CertificateChannel
     relay_url: str
     """Base URL of the gateways for clients, ``/v1`` included."""
     slots: dict[str, HeldSlot] = field(default_factory=dict)
@@ -324,6 +330,7 @@ class TicketOffice:
             expires_at=datetime.fromtimestamp(expires_at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             model=record.model,
             node_id=ticket.audience,
+            ca_url=f"{self.relay_url}/ca" if link.ticket_url.startswith("https:") and self.certificates.authorities else "",
         )
 
     def hear(self, node_id: uuid.UUID, report: TicketUsage) -> None:

@@ -211,7 +211,7 @@ ANSWERS: dict[str, Schema] = {
         param={**nullable(TEXT), "description": "The field at fault, for example messages[0].content[1].type."}, code=_CODE,
         retryable=FLAG)),
     "Ticket": members("ticket ticket_id base_url expires_at model node_id", ticket=NAME, ticket_id=NAME, base_url=NAME,
-        expires_at={**TEXT, "format": "date-time"}, model=NAME, node_id=NAME),
+        expires_at={**TEXT, "format": "date-time"}, model=NAME, node_id=NAME, ca_url=NAME),
     "RelayAdvice": members("relay base_url", relay={"const": True}, base_url=NAME),
     "TicketEvent": {"oneOf": [
         members("type reason new_ticket base_url", type={"const": "x_pool_failover"}, reason=choice("gpu_timeout", "gpu_lost",
@@ -371,6 +371,15 @@ PATHS: dict[str, Schema] = {
         "maximum": 1000}), _query("after_id", NAME), _query("before_id", NAME), errors=_WITH_BAD, is_public=True)},
     "/v1/models/{model}": {"get": _read("getModel", "Model", {"name": "model", "in": "path", "required": True, "schema":
         NAME}, errors=_WITH_MISSING, is_public=True)},
+    "/v1/ca": {"get": {
+        "operationId": "getNodeAuthorities",
+        "responses": {
+            "200": {"description": "The internal CAs that nodes are verified with.", "content": {"application/x-pem-file":
+                {"schema": TEXT}}},
+            "404": {"description": "There is none.", "content": _content("OpenAIError", _JSON)},
+        },
+        "security": [{}],
+    }},
     "/health": {"get": _read("getHealth", "Health", is_public=True)},
     "/": {"get": _read("getIndex", "Index", is_public=True)},
 }  # fmt: skip

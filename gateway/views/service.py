@@ -83,6 +83,13 @@ class PublicViews:
         """``GET /openapi.json``: the client API for machines. Anybody may read it, as the page it repeats."""
         client.respond(200, [(b"content-type", b"application/json")], _render_document())
 
+    async def authorities(self, client: ClientConnection) -> None:
+        """``GET /v1/ca``: the internal CAs (PEM) that clients with tickets verify nodes with. Raises RouteNotFound."""
+        certificates = self.runtime.node_channel.tickets.certificates.authorities
+        if not certificates:
+            raise RouteNotFound("This installation has no internal CA.")
+        client.respond(200, [(b"content-type", b"application/x-pem-file")], certificates.encode())
+
     async def icon(self, client: ClientConnection) -> None:
         """``GET /favicon.ico``: browsers ask for it beside whatever they open."""
         headers = [(b"content-type", b"image/svg+xml"), (b"cache-control", b"max-age=86400")]

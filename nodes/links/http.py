@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import ssl
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from http import HTTPStatus
 from urllib.parse import quote
 
 from core.limits import limits
+from nodes.addresses import make_trust
 from nodes.links.http1 import Connection, ConnectionPool
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import OpenRequest
@@ -272,21 +272,25 @@ class HttpLink(Link):
         target: HttpTarget,
         connect_s: float,
         is_peer: bool = False,
+        authorities: str = "",
     ) -> None:
         super().__init__(node_id=node_id, node_name=node_name, models=models, max_concurrent=max_concurrent)
         self.target = target
         self.is_peer, self.reports_usage = is_peer, True
         self.window_bytes = 512 * 1024
-        tls = ssl.create_default_context() if target.scheme == "https" else None
-        self.pool = ConnectionPool(
-            address=target.address, port=target.port, server_name=target.host, tls=tls, connect_s=connect_s
-        )
+        self.pool = ConnectionPool(address=target.address, port=target.port, server_name=target.host, connect_s=connect_s)
+        self.trust(authorities)
         self._streams: dict[HttpStream, None] = {}
         self._host_line = f"host: {target.host}:{target.port}\r\n"
         self._extra = ""
         self._usual: tuple[dict[str, str], tuple[str, str, str], bytes] | None = None
         """What was rendered last of what requests have in common."""
         self.take_headers(target)
+
+    def trust(self, authorities: str) -> None:
+        """Verify the node with these internal CAs (PEM) and those of this machine from the next connection on."""
+        # A gateway has none of the nodes' certificates.
+        self.pool.tls = make_trust("" if self.is_peer else authorities) if self.target.scheme == "https" else None
 
     def take_headers(self, target: HttpTarget) -> None:
         """Send the headers of ``target``, the same place, from now on; what runs goes on."""

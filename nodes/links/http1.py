@@ -325,13 +325,13 @@ class Connection(asyncio.Protocol):
 class ConnectionPool:
     """Idle connections to one address. ``server_name`` is checked by TLS while ``address`` is what is dialled."""
 
-    def __init__(
-        self, *, address: str, port: int, server_name: str, tls: ssl.SSLContext | None, connect_s: float, idle_s: float = 30.0
-    ) -> None:
+    tls: ssl.SSLContext | None = None
+    """What new connections are verified with; None = they are in clear."""
+
+    def __init__(self, *, address: str, port: int, server_name: str, connect_s: float, idle_s: float = 30.0) -> None:
         self._address = address
         self._port = port
         self._server_name = server_name
-        self._tls = tls
         self._connect_s = connect_s
         self._idle_s = idle_s
         self._heads = HeadMemory()
@@ -356,8 +356,8 @@ class ConnectionPool:
                 lambda: Connection(self._heads, self._put_idle, self._forget, loop.call_soon),
                 self._address,
                 self._port,
-                ssl=self._tls,
-                server_hostname=self._server_name if self._tls is not None else None,
+                ssl=self.tls,
+                server_hostname=self._server_name if self.tls is not None else None,
             )
         self._open.add(connection)
         return connection

@@ -49,6 +49,8 @@ class LinkKeeper:
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
         """Which are alive, whether they can be asked for their nodes or not: a node may be on one of their sockets."""
         self._connect_s = connect_s
+        self._authorities = ""
+        """The internal CAs that nodes which are called are verified with (PEM), beside those of this machine."""
         self._applied_at = self._read_at = clock.monotonic()
         self._updated_at: dict[uuid.UUID, float] = {}
         """When rows were read that are newer than the others."""
@@ -180,6 +182,14 @@ class LinkKeeper:
         for link in self.registry.ejections.tick(now):
             self.registry.announce(link)
 
+    def trust(self, authorities: str) -> None:
+        """Verify nodes that are called over TLS with these internal CAs (PEM) too, from their next connection on."""
+        if authorities != self._authorities:
+            self._authorities = authorities
+            for link in self.registry:
+                if isinstance(link, HttpLink):
+                    link.trust(authorities)
+
     # inside
 
     def _find_read_at(self, row: NodeRow) -> float:
@@ -229,6 +239,7 @@ class LinkKeeper:
                 target=wanted,
                 connect_s=self._connect_s,
                 is_peer=not row.is_direct,
+                authorities=self._authorities,
             )
             self._refresh_http(link, row)
             if row.node_id in self._lost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -67,9 +68,10 @@ class RelayLink(Link):
     """
 
     __slots__ = (
-        "_full_bytes", "_kick", "_streams", "applied_row", "credential_id", "epoch", "governance", "has_news", "instance_id",
-        "is_end_stored", "link_id", "linked_at", "mode_stored_at", "offered_policy", "offered_size", "outbox", "ping_at",
-        "ping_interval_s", "registered_endpoints", "session", "telemetry", "told_ticket_keys", "wanted_mode", "write_frame",
+        "_full_bytes", "_kick", "_streams", "applied_row", "credential_id", "epoch", "governance", "has_news",
+        "holds_certificate", "instance_id", "is_end_stored", "link_id", "linked_at", "looking", "mode_stored_at", "named_url",
+        "offered_policy", "offered_size", "outbox", "ping_at", "ping_interval_s", "registered_endpoints", "session",
+        "telemetry", "told_authorities", "told_ticket_keys", "wanted_mode", "write_frame",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +110,14 @@ class RelayLink(Link):
         """API paths of every model whose replicas say nothing else; empty = any."""
         self.told_ticket_keys: tuple[str, ...] | None = None
         """The ticket keys that the node knows of, by id; None = it takes no tickets."""
+        self.told_authorities: str | None = None
+        """The internal CAs that the node knows of (PEM); None = it takes no certificates."""
+        self.holds_certificate = False
+        """Whether it shows one of them to clients, by its own word."""
+        self.named_url = ""
+        """Where the node says that clients reach it with a ticket."""
+        self.looking = asyncio.Lock()
+        """Held while that is looked at and what was found is written down."""
         self.has_news = False
         """Whether the node said something that the database does not know yet."""
         bounds = limits().nodes

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,7 +22,7 @@ from django.utils.module_loading import import_string
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
-from nodes.addresses import DirectTarget, build_request, resolve_direct_target
+from nodes.addresses import DirectTarget, build_request, make_trust, resolve_direct_target
 from nodes.errors import (
     ApiKeyUnreadable,
     BadRequest,
@@ -35,6 +36,7 @@ from nodes.errors import (
 from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach, read_clock, save_changes, seal_api_key
 from nodes.reports import Capabilities, find_endpoints, read_capabilities, store_endpoints
 from nodes.services.availability import explain_unreachable, judge_status, should_drain
+from nodes.services.certificates import find_authorities
 from nodes.services.drains import set_mode
 from wire import clock
 from wire.contract import NodeMode, NodeStatus
@@ -121,7 +123,7 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
         known = _find_known(credential, registration.node_name)
         about = Node(name=registration.node_name, public_base_url=registration.public_base_url, gpu_name=registration.gpu_name)
         about.sealed_api_key = _choose_sealed_key(known, registration)
-        probed = probe_node(about)
+        probed = probe_node(about, authorities=find_authorities([about.public_base_url]))
     with transaction.atomic():
         node, is_new = claim_node(credential=credential, name=registration.node_name)
         presence, _ = NodePresence.objects.get_or_create(node=node)
@@ -328,8 +330,9 @@ def probe_direct_nodes() -> int:
     """
     nodes = _find_due().select_related("presence").order_by(F("presence__probed_at").asc(nulls_first=True))
     due = list(nodes[: limits().nodes.probe_batch])
+    authorities = find_authorities(node.public_base_url for node in due)
     with ThreadPoolExecutor(max_workers=limits().nodes.probe_threads, thread_name_prefix="probe") as pool:
-        results = list(pool.map(probe_node, due))
+        results = list(pool.map(partial(probe_node, authorities=authorities), due))
     for node, result in zip(due, results, strict=True):
         _store_probe(node, result)
     return sum(bool(result.error) for result in results)
@@ -401,8 +404,10 @@ def store_capabilities(node: Node, presence: NodePresence, said: Capabilities) -
     return bool(is_declared) or is_loading or bool(is_alive and presence.reported_status != status.value)
 
 
-def probe_node(node: Node) -> ProbeResult:
+def probe_node(node: Node, *, authorities: str) -> ProbeResult:
     """Ask ``GET /v1/capabilities`` of a node, and where it has no such endpoint ``GET /v1/models``.
+
+    ``authorities``: the internal CAs that it is verified with, as ``find_authorities`` says.
 
     Any HTTP answer but 5xx counts as an answer; 503 to the first says that the node starts or stops.
     """
@@ -413,7 +418,8 @@ def probe_node(node: Node) -> ProbeResult:
     except NodeError as error:
         return ProbeResult(error=error.message)
     try:
-        with httpx.Client(timeout=limits().nodes.probe_s, follow_redirects=False, trust_env=False) as client:
+        verify = make_trust(authorities)
+        with httpx.Client(timeout=limits().nodes.probe_s, follow_redirects=False, trust_env=False, verify=verify) as client:
             status, body = _get(client, target, _CAPABILITIES, api_key=api_key, max_bytes=limits().nodes.probe_answer_bytes)
             if status == httpx.codes.OK:
                 return ProbeResult(said=_read(node, body))

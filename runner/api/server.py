@@ -8,6 +8,7 @@ import hmac
 import logging
 import re
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -294,9 +295,10 @@ async def serve_api(parts: Parts, config: ApiConfig) -> AsyncIterator[str]:
             stack.callback(second.close)
             await stack.enter_async_context(_serve(make_app(make_metrics_routes(parts), config, parts.tickets), second))
             log.info("metrics listening url=%s", _url(second))
-        await stack.enter_async_context(_serve(make_app(routes, config, parts.tickets), listener))
+        tls = None if parts.tls is None else parts.tls.context
+        await stack.enter_async_context(_serve(make_app(routes, config, parts.tickets), listener, tls=tls))
         stack.callback(close)
-        url = _url(listener)
+        url = _url(listener, scheme="http" if tls is None else "https")
         log.info("api listening url=%s", url)
         sys.stderr.write(f"api listening url={url}\n")
         sys.stderr.flush()
@@ -304,10 +306,11 @@ async def serve_api(parts: Parts, config: ApiConfig) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+async def _serve(app: ASGIApp, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
-            app, http=ApiHttpProtocol, lifespan="off", ws="none", interface="asgi3", access_log=False, log_config=None,
+            app, ssl_context_factory=None if tls is None else lambda *_: tls,
+            http=ApiHttpProtocol, lifespan="off", ws="none", interface="asgi3", access_log=False, log_config=None,
             log_level="warning", server_header=False, proxy_headers=False, limit_concurrency=limits().api.connections,
             timeout_keep_alive=limits().api.keepalive_s, timeout_graceful_shutdown=limits().api.grace_s,
         )
@@ -338,6 +341,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another --api-port") from None
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, *, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

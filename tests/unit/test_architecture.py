@@ -54,6 +54,7 @@ NUMBERS: dict[str, str] = {
     "nodes/services/drains.py": "LOCK_KEY",
     "nodes/services/gpus.py": "_LOCK",
     "nodes/services/history.py": "WIDTH HEIGHT",
+    "nodes/services/certificates.py": "_LOCK",
     "nodes/services/tickets.py": "_LOCK",
     # Formats of ours, part of what is stored or sent.
     "gateway/models.py": "TAIL_CHARS",

@@ -66,10 +66,11 @@ def test_the_pages_are_true_to_the_table(page: Path) -> None:
 
 
 def test_every_threat_and_every_failure_has_its_row() -> None:
-    assert sorted(row["row"] for row in TABLE["threat"]) == list(range(1, 31))
+    threats = sorted(row["row"] for row in TABLE["threat"])
+    assert threats == list(range(1, len(threats) + 1))
     failures = sorted(row["row"] for row in TABLE["failure"])
     assert failures == list(range(1, len(failures) + 1))
-    assert len(failures) >= 40
+    assert (len(threats) >= 30, len(failures) >= 40) == (True, True)
 
 
 def test_every_named_test_exists() -> None:

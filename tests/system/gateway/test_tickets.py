@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any  # bodies are JSON
 
 import httpx
@@ -27,6 +29,7 @@ from gateway.services.tickets import store_usage
 from gateway.urls import make_application
 from gateway.values import TICKETS_PATH, Budget, BudgetKind
 from nodes.models import Node, NodePresence, TicketKey
+from nodes.services.certificates import NO_AUTHORITY, NO_CERTIFICATE, create_authority, rotate_authority
 from nodes.services.tickets import (
     TicketKeyring,
     ensure_ticket_key,
@@ -35,10 +38,13 @@ from nodes.services.tickets import (
     renew_ticket_key,
     rotate_ticket_key,
 )
+from runner.config import TlsConfig
+from runner.tls import ServerTls
 from tests.fakes.asgi_client import on_our_server
 from tests.fakes.limits import set_limits
 from tests.fakes.links import NodeSocket, enrol, hello
 from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_node, make_record
+from tests.fakes.tls import shake_hands
 from tests.fakes.waiting import eventually
 from wire import bridge, clock, frames
 from wire.contract import RequestState
@@ -623,3 +629,117 @@ def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_b
     assert (unused.error_code, read_traffic().failed) == ("TICKET_UNUSED", 1), "a ticket that nobody used has not failed"
     assert {event.event_id: event.tokens for event in UsageEvent.objects.all()} == {unused.pk: 90, late.pk: 80}, "at the cap"
     assert store_usage([(node.pk, report_of(late))]).ended == [], "what has ended stays as it is"
+
+
+class TlsNode:
+    """A node whose port shows what its own code has been certified for. ``socket``: its session, once it has one."""
+
+    def __init__(self, tls: ServerTls, url: str) -> None:
+        self.tls, self.url = tls, url
+        self._seen = 0
+
+    async def follow(self, socket: NodeSocket) -> None:
+        """Answer the gateway as the runner does, until nothing new has been said."""
+        messages = socket.messages
+        for message in messages[self._seen :]:
+            if isinstance(message, bridge.NodeAuthorities):
+                self.tls.hear_authorities(message.certificates)
+                socket.say(self.tls.ask() or self.tls.describe())
+            elif isinstance(message, bridge.NodeCertificate) and await self.tls.take(message):
+                socket.say(self.tls.describe())
+        self._seen = len(messages)
+
+    async def until(self, socket: NodeSocket, condition: Callable[[], object], what: str) -> None:
+        async def is_so() -> bool:
+            await self.follow(socket)
+            return bool(condition())
+
+        await eventually(is_so, what)
+
+
+@asynccontextmanager
+async def serve_tls(folder: Path, *, host: str = "127.0.0.1") -> AsyncIterator[TlsNode]:
+    tls = ServerTls(TlsConfig(folder=folder, host=host), now=clock.unix_s)
+    await asyncio.to_thread(tls.open)
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=tls.context) as server:
+        yield TlsNode(tls, f"https://{host}:{server.sockets[0].getsockname()[1]}")
+
+
+@sync_to_async
+def find_ticket_error() -> str:
+    return Node.objects.get().ticket_error
+
+
+@pytest.fixture
+def _loopback(settings: Any) -> None:
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = True
+
+
+@pytest.mark.usefixtures("_loopback")
+async def test_a_node_is_certified_over_its_session_and_clients_are_sent_there_once_they_can_verify_it(
+    central: Central, tmp_path: Path
+) -> None:
+    certificates = central.runtime.node_channel.tickets.certificates
+    async with (
+        serve_tls(tmp_path / "node") as node,
+        central.node(node.url, takes_certificates=True) as socket,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=on_our_server(central.application)), base_url="http://gateway"
+        ) as client,
+    ):
+        await node.follow(socket)
+        await eventually(lambda: _is_said(NO_AUTHORITY), "the operator is told what is missing")
+        assert (await client.get("/v1/ca")).status_code == 404
+        await sync_to_async(create_authority)(actor=ACTOR)
+        await node.until(socket, lambda: node.tls.is_held and reachable(central), "it is certified and clients are sent there")
+        said, _ = await take_ticket(central, socket)
+        assert (said["base_url"], said["ca_url"]) == (f"{node.url}/v1", "http://127.0.0.1:8080/v1/ca")
+        answer = await client.get("/v1/ca")
+        assert (answer.status_code, answer.text) == (200, certificates.authorities)
+        shake_hands(node.tls.context, ssl.create_default_context(cadata=answer.text), "127.0.0.1")
+        # The key of the CA was stolen: what it certified holds no more, and the node gets another certificate at once.
+        await sync_to_async(rotate_authority)(is_at_once=True, actor=ACTOR)
+        await eventually(lambda: certificates.authorities not in ("", answer.text), "the gateway has read it")
+        await node.until(socket, lambda: node.tls.is_held and reachable(central), "it is certified anew")
+        trust = ssl.create_default_context(cadata=certificates.authorities)
+        shake_hands(node.tls.context, trust, "127.0.0.1")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            shake_hands(node.tls.context, ssl.create_default_context(cadata=answer.text), "127.0.0.1")
+        # Its certificate has expired, and the next one did not come.
+        socket.say(bridge.CertificateRequest(is_held=False))
+        await eventually(lambda: _is_said(NO_CERTIFICATE), "no client is sent where it would be refused")
+
+
+async def _is_said(error: str) -> bool:
+    return error in await find_ticket_error()
+
+
+@pytest.mark.usefixtures("_loopback")
+@pytest.mark.parametrize("what", ["another node's", "plain", "nobody's"])
+async def test_a_node_gets_no_certificate_for_a_host_where_its_own_key_does_not_answer(
+    central: Central, tmp_path: Path, what: str
+) -> None:
+    await sync_to_async(create_authority)(actor=ACTOR)
+    async with AsyncExitStack() as stack:
+        mine, other = [await stack.enter_async_context(serve_tls(tmp_path / name)) for name in ("mine", "other")]
+        if what == "plain":
+            server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+            await stack.enter_async_context(server)
+            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        else:
+            url = other.url if what == "another node's" else "https://127.0.0.1:1"
+        socket = await stack.enter_async_context(central.node(url, takes_certificates=True))
+
+        def answers() -> list[bridge.NodeCertificate]:
+            return [one for one in socket.messages if isinstance(one, bridge.NodeCertificate)]
+
+        await mine.until(socket, answers, "an answer")
+        (answer,) = answers()
+        expected = {"another node's": "Another key", "plain": "cannot be reached", "nobody's": "cannot be reached"}[what]
+        assert (answer.certificate, expected in answer.error) == ("", True), answer.error
+        await eventually(lambda: _is_said("gets no certificate"), "operators see it")
+        assert not any(link.ticket_url for link in central.runtime.registry)
+        assert not mine.tls.is_held
+        socket.say(bridge.CertificateRequest(is_held=False, csr="-----BEGIN"))
+        await eventually(lambda: len(answers()) == 2, "what cannot be read is answered too")
+        assert await sync_to_async(lambda: audited("node_ca.issue"))() == []

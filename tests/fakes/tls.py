@@ -1,0 +1,54 @@
+"""TLS without sockets, and certificate requests: what a test of certificates needs of both ends."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
+
+
+def make_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def make_request(key: PrivateKey, *extensions: x509.ExtensionType) -> str:
+    """Return a PKCS #10 request (PEM) by a key."""
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=True)
+    algorithm = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    return builder.sign(key, algorithm).public_bytes(serialization.Encoding.PEM).decode()
+
+
+def make_server(folder: Path, key: PrivateKey, certificate: str) -> ssl.SSLContext:
+    """Return what a server shows: a certificate (PEM) and its key."""
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+    (folder / "server.pem").write_text(private + certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem")
+    return context
+
+
+def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> bytes:
+    """Have a client connect to a server under a name; return the certificate (DER) that it saw. Raises ssl.SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=host),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    for _ in range(4):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    shown = ends[0].getpeercert(binary_form=True)
+    assert shown is not None
+    return shown
