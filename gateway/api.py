@@ -507,6 +507,7 @@ class UsageSerializer(serializers.Serializer[Any]):  # Any: a sum, no model
     tenant = serializers.CharField(required=False)
     requests = serializers.IntegerField()
     prompt_tokens = serializers.IntegerField()
+    cached_tokens = serializers.IntegerField(help_text="Of the prompt, what nodes had cached; charged at the cached price")
     completion_tokens = serializers.IntegerField()
     tokens = serializers.IntegerField(help_text="What budgets count: both, or what was reserved where nobody knows")
     cost = serializers.SerializerMethodField(help_text="In the currency, six places")
@@ -522,7 +523,7 @@ class UsageListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no 
     usage = UsageSerializer(many=True)
 
 
-_SUMS = ("requests", "prompt_tokens", "completion_tokens", "tokens", "cost")
+_SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "tokens", "cost")
 _USAGE_PARAMETERS = [
     OpenApiParameter("group_by", str, description=f"Some of {', '.join(GROUPS)}, separated by commas; day by default"),
     OpenApiParameter("from", date, description="First UTC day; the first of this month by default"),

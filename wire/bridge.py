@@ -140,11 +140,12 @@ class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, kw_only=True):
-    """Token usage as the engine reported it."""
+    """Token usage as the engine reported it. ``cached_tokens``: of the prompt, those it had cached."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class NodeGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):

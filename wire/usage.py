@@ -47,22 +47,71 @@ class _Asked(msgspec.Struct):
     stream: bool = False
 
 
-class _Usage(msgspec.Struct):
+class PromptDetails(msgspec.Struct, gc=False):
+    """``prompt_tokens_details`` of chat, ``input_tokens_details`` of Responses."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """``usage`` as the API families say it; None = not said."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     total_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    input_tokens_details: PromptDetails | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    @property
+    def prompt(self) -> int | None:
+        """The whole prompt; ``input_tokens`` of Messages is without what was read from a cache or written to one."""
+        if self.prompt_tokens is not None or self.input_tokens is None:
+            return self.prompt_tokens
+        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+
+    @property
+    def completion(self) -> int | None:
+        return self.completion_tokens if self.completion_tokens is not None else self.output_tokens
+
+    @property
+    def cached(self) -> int | None:
+        details = self.prompt_tokens_details or self.input_tokens_details
+        return details.cached_tokens if details is not None else self.cache_read_input_tokens
+
+    def to_counts(self) -> TokenCounts | None:
+        return count_tokens(self.prompt, self.completion, total=self.total_tokens, cached=self.cached)
+
+
+def count_tokens(
+    prompt: int | None, completion: int | None, *, total: int | None = None, cached: int | None = None
+) -> TokenCounts | None:
+    """Return the counts that are written down and charged; None = the engine did not say, and they are estimated.
+
+    Without the prompt nobody can say. Without a completion there was none: embeddings have none.
+    """
+    if prompt is None or prompt < 0:
+        return None
+    completion = max(0, completion or 0)
+    return TokenCounts(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion if total is None or total < 0 else total,
+        cached_tokens=min(max(0, cached or 0), prompt),
+    )
 
 
 class _Carrier(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Answer(msgspec.Struct):
     """Where the three API families put usage: top level, ``message`` (Anthropic), ``response`` (Responses)."""
 
-    usage: _Usage | None = None
+    usage: Usage | None = None
     message: _Carrier | None = None
     response: _Carrier | None = None
     choices: list[msgspec.Raw] | None = None
@@ -129,7 +178,7 @@ class StreamReader:
         found: dict[str, int] = {}
         for event in self.noted_events():
             found |= _usage_fields(_parse_event(event))
-        return _count_tokens(found)
+        return _count_found(found)
 
     def noted_events(self) -> list[bytes]:
         """Return the events seen that carry usage, oldest first: an engine puts its other numbers beside it."""
@@ -211,22 +260,17 @@ def _usage_fields(answer: _Answer | None) -> dict[str, int]:
     usage = answer.usage or next((carrier.usage for carrier in carriers if carrier and carrier.usage), None)
     if usage is None:
         return {}
-    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
-    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-    named = {"prompt": prompt, "completion": completion, "total": usage.total_tokens}
+    named = {"prompt": usage.prompt, "completion": usage.completion, "total": usage.total_tokens, "cached": usage.cached}
     return {name: value for name, value in named.items() if value is not None and value >= 0}
 
 
-def _count_tokens(found: dict[str, int]) -> TokenCounts | None:
-    if not found:
-        return None
-    prompt, completion = found.get("prompt", 0), found.get("completion", 0)
-    return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=found.get("total", prompt + completion))
+def _count_found(found: dict[str, int]) -> TokenCounts | None:
+    return count_tokens(found.get("prompt"), found.get("completion"), total=found.get("total"), cached=found.get("cached"))
 
 
 def read_body_usage(body: bytes) -> TokenCounts | None:
     """Return the usage of a whole answer, or None."""
-    return _count_tokens(_usage_fields(_parse_answer(body)))
+    return _count_found(_usage_fields(_parse_answer(body)))
 
 
 def read_token_counts(data: bytes) -> TokenCounts | None:

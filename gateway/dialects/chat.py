@@ -27,6 +27,7 @@ from wire.bridge import TokenCounts
 from wire.events import EventCutter
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
+from wire.usage import PromptDetails, count_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,6 @@ class ChatChoice(msgspec.Struct):
         return self.matched_stop if self.stop_reason is None else self.stop_reason
 
 
-class PromptDetails(msgspec.Struct, gc=False):
-    """``usage.prompt_tokens_details``."""
-
-    cached_tokens: int | None = None
-
-
 class CompletionDetails(msgspec.Struct, gc=False):
     """``usage.completion_tokens_details``."""
 
@@ -188,12 +183,8 @@ class ChatUsage(msgspec.Struct):
         return None if details is None or details.reasoning_tokens is None else max(0, details.reasoning_tokens)
 
     def to_counts(self) -> TokenCounts | None:
-        """Return the counts that are written down, None when there are none; their sum is ours, for clients reckon it too."""
-        if self.prompt_tokens is None and self.completion_tokens is None:
-            return None
-        return TokenCounts(
-            prompt_tokens=self.prompt, completion_tokens=self.completion, total_tokens=self.prompt + self.completion
-        )
+        """Return the counts that are written down, None when nobody can say; their sum is ours, for clients reckon it too."""
+        return count_tokens(self.prompt_tokens, self.completion_tokens, cached=self.cached)
 
 
 class ChatTimings(msgspec.Struct):

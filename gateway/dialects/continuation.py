@@ -217,7 +217,10 @@ class Continuation:
         """Return usage as it would be had one node given the whole answer. ``usage``: what the present node counted."""
         asked = min(self._asked_tokens, usage.prompt_tokens)
         prompt, completion = usage.prompt_tokens - asked, usage.completion_tokens + asked
-        return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        cached = min(usage.cached_tokens, prompt)
+        return TokenCounts(
+            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, cached_tokens=cached
+        )
 
     # the next node
 

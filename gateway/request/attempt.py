@@ -44,20 +44,13 @@ from wire.events import EndReader, StreamEnd, open_end_reader
 from wire.ids import format_id
 from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
-from wire.usage import write_token_counts
+from wire.usage import Usage, write_token_counts
 
 _USAGE = b'"usage"'
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-
-
 class _Body(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 _prefix_decoder = json.JSONDecoder()
@@ -66,9 +59,10 @@ _body_decoder = msgspec.json.Decoder(_Body)
 
 def read_usage(body: bytes) -> TokenCounts | None:
     try:
-        return _counts(_body_decoder.decode(body).usage)
+        usage = _body_decoder.decode(body).usage
     except UNREADABLE:
         return None
+    return None if usage is None else usage.to_counts()
 
 
 class _Message(msgspec.Struct):
@@ -109,24 +103,12 @@ def find_usage(data: bytes) -> TokenCounts | None:
         text = data[start : start + bounds.usage_bytes].decode("latin-1").lstrip()
         try:
             value, _rest = _prefix_decoder.raw_decode(text.removeprefix(":").lstrip())
-            counts = _counts(msgspec.convert(value, _Usage | None))
+            usage = msgspec.convert(value, Usage | None)
         except (ValueError, RecursionError):
             continue
-        if counts is not None:
+        if usage is not None and (counts := usage.to_counts()) is not None:
             return counts
     return None
-
-
-def _counts(usage: _Usage | None) -> TokenCounts | None:
-    if usage is None:
-        return None
-    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
-    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-    if prompt is None and completion is None:
-        return None
-    return TokenCounts(
-        prompt_tokens=prompt or 0, completion_tokens=completion or 0, total_tokens=(prompt or 0) + (completion or 0)
-    )
 
 
 class Rewriter:

@@ -220,11 +220,19 @@ class Reservation:
         self.drawn = [(share, amount, share.book(amount, now)) for share, amount in self.wanted]
 
     def settle(
-        self, *, model: str = "", prompt_tokens: int = 0, completion_tokens: int = 0, is_estimated: bool = False
+        self,
+        *,
+        model: str = "",
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+        cached_tokens: int = 0,
+        is_estimated: bool = False,
     ) -> None:
         """Give back what it did not use; doing so again changes nothing. An estimate is never more than was reserved."""
         tokens = prompt_tokens + completion_tokens
-        micros = self.prices.get(model, Price()).cost(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+        micros = self.prices.get(model, Price()).cost(
+            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cached_tokens=cached_tokens
+        )
         if is_estimated:
             tokens, micros = min(tokens, self.tokens), min(micros, self.micros)
         drawn, self.drawn = self.drawn, ()

@@ -396,6 +396,7 @@ class Pipeline:
             model=record.model,
             prompt_tokens=record.prompt_tokens or 0,
             completion_tokens=record.completion_tokens or 0,
+            cached_tokens=record.cached_tokens or 0,
             is_estimated=record.tokens_estimated,
         )
 

@@ -64,6 +64,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens_est: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, those that the node had cached."""
     tokens_estimated: bool = False
     bytes_out: int = 0
     queue_ms: int | None = None
@@ -288,6 +290,7 @@ def count_tokens(record: Record, progress: AnswerProgress, usage: TokenCounts | 
     if usage is not None:
         record.prompt_tokens = min(max(0, usage.prompt_tokens), bounds.record_integer)
         record.completion_tokens = min(max(0, usage.completion_tokens), bounds.record_integer)
+        record.cached_tokens = min(max(0, usage.cached_tokens), record.prompt_tokens) or None
     else:
         record.tokens_estimated = True
         record.prompt_tokens = record.prompt_tokens_est

@@ -383,6 +383,7 @@ class TicketOffice:
                 model=one.model,
                 prompt_tokens=one.prompt_tokens or 0,
                 completion_tokens=(one.completion_tokens or 0) if is_known else reservation.tokens,
+                cached_tokens=one.cached_tokens or 0,
                 is_estimated=one.is_estimated or not is_known,
             )
 

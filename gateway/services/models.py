@@ -183,6 +183,8 @@ def change_model_prices(*, name: str, input_price: Decimal, cached_price: Decima
     for param, price in after.items():
         if not 0 <= price <= most:
             raise InvalidValue(f"{param} must be between 0 and {most:,} for a million tokens.", param=param)
+    if cached_price > input_price:  # so that nothing costs more than was reserved
+        raise InvalidValue("cached_price must not be above input_price.", param="cached_price")
     model = _get_model(name)
     before = {param: str(getattr(model, param)) for param in after}
     model.input_price, model.cached_price, model.output_price = input_price, cached_price, output_price

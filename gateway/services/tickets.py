@@ -41,6 +41,7 @@ class EndedRequest:
     queue_ms: int
     prompt_tokens: int | None
     completion_tokens: int | None
+    cached_tokens: int | None
     is_estimated: bool
 
 
@@ -126,6 +127,7 @@ def _read_ended(record: RequestRecord) -> EndedRequest:
         queue_ms=record.queue_ms or 0,
         prompt_tokens=record.prompt_tokens,
         completion_tokens=record.completion_tokens,
+        cached_tokens=record.cached_tokens,
         is_estimated=record.tokens_estimated,
     )
 
@@ -135,8 +137,8 @@ WITH written AS (SELECT * FROM gateway_requestrecord WHERE id = %(id)s AND creat
 {ADD_USAGE.format(source="written")}
 """  # noqa: S608  # constants
 _FILLED = (
-    *("state", "error_code", "status_code", "is_streaming", "prompt_tokens", "completion_tokens", "tokens_estimated"),
-    *("bytes_out", "queue_ms", "latency_ms", "finished_at"),
+    *("state", "error_code", "status_code", "is_streaming", "prompt_tokens", "completion_tokens", "cached_tokens"),
+    *("tokens_estimated", "bytes_out", "queue_ms", "latency_ms", "finished_at"),
 )
 
 
@@ -155,6 +157,7 @@ def _fill_in(record: RequestRecord, report: TicketUsage, state: RequestState) ->
     if report.usage is not None:
         record.prompt_tokens = whole(report.usage.prompt_tokens)
         record.completion_tokens = whole(report.usage.completion_tokens)
+        record.cached_tokens = min(whole(report.usage.cached_tokens), record.prompt_tokens) or None
     elif state is not RequestState.REJECTED:
         record.tokens_estimated = True
         record.prompt_tokens = record.prompt_tokens_est

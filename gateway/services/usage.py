@@ -31,12 +31,12 @@ logger = logging.getLogger("muster.gateway")
 
 _COLUMNS = (
     "event_id, created_at, finished_at, gateway_id, tenant, key_id, key_name, model, state, prompt_tokens, completion_tokens, "
-    "is_estimated, tokens, cost_micros"
+    "cached_tokens, is_estimated, tokens, cost_micros"
 )
 _OPEN = ", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))
 RECORDED = (
     "id, created_at, finished_at, gateway_id, tenant, key_id, key_name, model, state, prompt_tokens, completion_tokens, "
-    "tokens_estimated, reserved_tokens, reserved_micros"
+    "cached_tokens, tokens_estimated, reserved_tokens, reserved_micros"
 )
 """Columns of request records of which events are made."""
 # An estimate of ours charges no more than was reserved. A rejected request used nothing. A record becomes final once, so that
@@ -44,11 +44,13 @@ RECORDED = (
 ADD_USAGE = f"""
 INSERT INTO gateway_usageevent ({_COLUMNS})
 SELECT r.id, r.created_at, coalesce(r.finished_at, clock_timestamp()), r.gateway_id, r.tenant, r.key_id, r.key_name, r.model,
-       r.state, coalesce(r.prompt_tokens, 0), coalesce(r.completion_tokens, 0), r.tokens_estimated,
+       r.state, coalesce(r.prompt_tokens, 0), coalesce(r.completion_tokens, 0), coalesce(r.cached_tokens, 0),
+       r.tokens_estimated,
        LEAST(coalesce(r.prompt_tokens, 0)::bigint + coalesce(r.completion_tokens, 0),
              CASE WHEN r.tokens_estimated THEN r.reserved_tokens END),
        LEAST(CASE WHEN m.name IS NULL THEN 0
-                  ELSE ceil(coalesce(r.prompt_tokens, 0) * m.input_price
+                  ELSE ceil((coalesce(r.prompt_tokens, 0) - coalesce(r.cached_tokens, 0)) * m.input_price
+                            + coalesce(r.cached_tokens, 0) * m.cached_price
                             + coalesce(r.completion_tokens, 0) * m.output_price)::bigint END,
              CASE WHEN r.tokens_estimated THEN r.reserved_micros END)
   FROM {{source}} AS r
@@ -59,7 +61,7 @@ SELECT r.id, r.created_at, coalesce(r.finished_at, clock_timestamp()), r.gateway
 ADD_RESERVED = f"""
 INSERT INTO gateway_usageevent ({_COLUMNS})
 SELECT r.id, r.created_at, r.finished_at, r.gateway_id, r.tenant, r.key_id, r.key_name, r.model, r.state,
-       coalesce(r.prompt_tokens, 0), coalesce(r.completion_tokens, 0), true,
+       coalesce(r.prompt_tokens, 0), coalesce(r.completion_tokens, 0), coalesce(r.cached_tokens, 0), true,
        coalesce(r.reserved_tokens, 0), coalesce(r.reserved_micros, 0)
   FROM {{source}} AS r
 """  # noqa: S608  # constants
@@ -139,7 +141,7 @@ class Spent:
 
 GROUPS = {"day": ("day",), "model": ("model",), "key": ("key_id", "key_name"), "tenant": ("tenant",)}
 """What usage is summed up by, and the columns of each."""
-_SUMS = ("prompt_tokens", "completion_tokens", "tokens", "cost_micros")
+_SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "tokens", "cost_micros")
 
 
 def read_usage(*, groups: Sequence[str], first: date, last: date, tenant: str | None = None) -> list[dict[str, Any]]:

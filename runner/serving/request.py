@@ -38,7 +38,7 @@ from wire.bridge import TokenCounts
 from wire.events import BLANK_LINES, EndReader, StreamEnd
 from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
-from wire.usage import BodyReader, StreamReader
+from wire.usage import BodyReader, StreamReader, Usage
 
 INFERENCE_PATHS = (
     CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES, IMAGES, TRANSCRIPTIONS, "/v1/audio/translations", "/v1/audio/speech",
@@ -198,21 +198,6 @@ def is_allowed_path(path: str) -> bool:
     return "." not in segments and ".." not in segments
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-
-
 class _Timings(msgspec.Struct):
     """llama.cpp's own numbers, which our child servers repeat: milliseconds, and tokens taken from the cache."""
 
@@ -225,11 +210,11 @@ class _Timings(msgspec.Struct):
 
 
 class _Inner(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
     timings: _Timings | None = None
     message: _Inner | None = None
     response: _Inner | None = None
@@ -281,7 +266,13 @@ class Numbers:
             self.prompt_ms = timings.prompt_ms if timings.prompt_ms is not None else self.prompt_ms
             self.decode_ms = timings.predicted_ms if timings.predicted_ms is not None else self.decode_ms
             self.tokenize_ms = timings.tokenize_ms if timings.tokenize_ms is not None else self.tokenize_ms
+        self.fill_in(counts)
         return counts
+
+    def fill_in(self, counts: TokenCounts | None) -> None:
+        """Say in counts what was cached, where only the engine's timings do."""
+        if counts is not None and not counts.cached_tokens:
+            counts.cached_tokens = min(max(0, self.cached_tokens or 0), counts.prompt_tokens)
 
     def take_stream(self, reader: StreamReader) -> None:
         for event in reader.noted_events():
@@ -303,20 +294,11 @@ class Numbers:
         """Return the same as an SSE comment, which every client skips."""
         return b": " + "; ".join(f"{name}={value}" for name, value in self.headers().items()).encode() + b"\n\n"
 
-    def _take_usage(self, usage: _Usage) -> TokenCounts | None:
-        prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
-        output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
-        self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
-        self.output_tokens = output if output is not None else self.output_tokens
-        self.cached_tokens = cached if cached is not None else self.cached_tokens
-        if prompt is None or output is None:
-            return None
-        total = prompt + output if usage.total_tokens is None else usage.total_tokens
-        if min(prompt, output, total) < 0:
-            return None
-        return TokenCounts(prompt_tokens=prompt, completion_tokens=output, total_tokens=total)
+    def _take_usage(self, usage: Usage) -> TokenCounts | None:
+        self.prompt_tokens = usage.prompt if usage.prompt is not None else self.prompt_tokens
+        self.output_tokens = usage.completion if usage.completion is not None else self.output_tokens
+        self.cached_tokens = usage.cached if usage.cached is not None else self.cached_tokens
+        return usage.to_counts()
 
 
 @dataclass(slots=True)
@@ -535,6 +517,7 @@ class Flow:
             rest = (step.feed(rest) if rest else b"") + step.finish()
         self._count()
         answer.usage = self._reader.usage()
+        answer.numbers.fill_in(answer.usage)
         if answer.ends is not None:
             self._judge(answer, answer.ends)
         if self._source.request.on_socket or not answer.is_event_stream:

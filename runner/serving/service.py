@@ -53,7 +53,7 @@ from wire.limits import WIRE
 from wire.messages_fields import FORMATS, find_unhonoured
 from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
-from wire.usage import BodyReader, StreamReader, ask_for_usage, read_body_usage
+from wire.usage import BodyReader, StreamReader, ask_for_usage
 
 log = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ class Slot:
         if is_json:
             found = numbers.take(body)
             if response.status < 300 and len(body) <= WIRE.usage_body_bytes:
-                answer.usage = found if found is not None else read_body_usage(body)
+                answer.usage = found
         answer.body = body
         answer.headers |= numbers.headers()
         return b""

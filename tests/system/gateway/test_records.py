@@ -53,7 +53,7 @@ async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) ->
     node = uuid.uuid4()
     changes: dict[str, object] = {
         "error_code": "NODE_STALE", "status_code": 503, "node_id": node, "node_name": "rig é \U0001f600", "attempts": 3,
-        "prompt_tokens": 1, "completion_tokens": limits().gateway.record_integer, "tokens_estimated": True,
+        "prompt_tokens": 2, "completion_tokens": limits().gateway.record_integer, "cached_tokens": 1, "tokens_estimated": True,
         "bytes_out": 2**40, "queue_ms": 4, "ttfb_ms": 5, "latency_ms": 6, "finished_at": datetime.now(UTC),
         "state": RequestState.FAILED,
     }  # fmt: skip
@@ -98,18 +98,19 @@ async def test_a_gateway_that_stood_still_and_was_taken_over_changes_nothing_any
 
 async def test_what_a_request_used_is_written_with_its_end_and_once(writer: RecordWriter, rows: Rows) -> None:
     rows.execute(
-        "INSERT INTO gateway_model (name, allowed, owned_by, input_price, output_price, created_at, updated_at) "
-        "VALUES ('m', true, 'x', 0.5, 2, now(), now())"
+        "INSERT INTO gateway_model (name, allowed, owned_by, input_price, cached_price, output_price, created_at, updated_at) "
+        "VALUES ('m', true, 'x', 0.5, 0.1, 2, now(), now())"
     )
     record, open_one = make_record(), make_record()
     await writer.accept(record)
     await writer.accept(open_one)
-    record.prompt_tokens, record.completion_tokens, record.state = 1001, 10, RequestState.COMPLETED
+    record.prompt_tokens, record.cached_tokens, record.completion_tokens = 1001, 501, 10
+    record.state = RequestState.COMPLETED
     await writer.finish(record)
     writer.touch(record)
     await written(writer)
 
-    assert usage_of(rows, record) == [("completed", 1011, 521, False)]
+    assert usage_of(rows, record) == [("completed", 1011, 250 + 51 + 20, False)], "a part of a millionth counts as one"
     assert usage_of(rows, open_one) == []
 
 

@@ -66,12 +66,13 @@ def test_the_api_answers_as_json_and_as_a_file(client: Client) -> None:
     assert listed.json() == {
         "currency": "EUR",
         "usage": [{
-            "tenant": "=cmd", "model": "m", "requests": 1, "prompt_tokens": 1499, "completion_tokens": 1, "tokens": 1500,
-            "cost": "2.500000",
+            "tenant": "=cmd", "model": "m", "requests": 1, "prompt_tokens": 1499, "cached_tokens": 0, "completion_tokens": 1,
+            "tokens": 1500, "cost": "2.500000",
         }],
     }  # fmt: skip
     assert exported.content.decode().splitlines() == [
-        "tenant,requests,prompt_tokens,completion_tokens,tokens,cost,currency", "'=cmd,1,1499,1,1500,2.500000,EUR",
+        "tenant,requests,prompt_tokens,cached_tokens,completion_tokens,tokens,cost,currency",
+        "'=cmd,1,1499,0,1,1500,2.500000,EUR",
     ]  # fmt: skip
     assert client.get("/api/v1/usage?from=yesterday", headers=headers).status_code == 400
     assert client.get("/api/v1/usage?from=2020-01-01", headers=headers).json()["error"]["param"] == "to"

@@ -309,13 +309,17 @@ async def test_a_client_with_too_much_waiting_is_closed_within_the_call() -> Non
 
 
 USAGE = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)
+CACHED = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11, cached_tokens=1)
 
 
 @pytest.mark.parametrize(
     ("parts", "usage"),
     [
         ([b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n', b"data: [DONE]\n\n"], USAGE),
-        ([b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":1},"prompt_tokens":5,"completion_tokens":6}}\n\n'], USAGE),
+        (
+            [b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":1},"prompt_tokens":5,"completion_tokens":6}}\n\n'],
+            CACHED,
+        ),
         ([b'event: message_delta\ndata: {"usage":{"input_tokens":5,"output_tokens":6}}\n\n'], USAGE),
         ([b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6},"x":1}\n\n', b'data: {"usage":null}\n\n'], USAGE),
         *(([part, b"\n\n"], None) for part in (b'data: {"usage":{"prompt_tokens":"many"}}\n\n', b'data: {"usage":{')),

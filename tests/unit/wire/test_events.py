@@ -6,11 +6,15 @@ import json
 from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.dialects.chat import ChatUsage
+from gateway.request.attempt import find_usage, read_usage
+from runner.serving.request import Numbers
 from tests.fakes.examples import examples
 from tests.fakes.recorded_streams import (
     BARE_ERRORS,
@@ -32,7 +36,7 @@ from wire.engine_errors import Blame, correct_status, judge_error, quote_message
 from wire.events import EndReader, EventCutter, StreamEnd, find_boundary, open_end_reader
 from wire.limits import WIRE
 from wire.tidy import ChatTidier
-from wire.usage import BodyReader, StreamReader, ask_for_usage
+from wire.usage import BodyReader, StreamReader, ask_for_usage, read_body_usage
 
 
 def open_reader(path: str) -> EndReader:
@@ -223,6 +227,38 @@ def test_usage_is_understood_in_every_shape_and_up_to_a_size() -> None:
     assert BodyReader(is_readable=False).usage() is None
     for nonsense in (b"", b"not json", b"[]", b'{"usage":"much"}', b'{"usage":{"prompt_tokens":-1}}'):
         assert read_body(nonsense)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("usage", "counts"),
+    [
+        ({"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}, (9, 2, 4)),
+        ({"input_tokens": 9, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 4}}, (9, 2, 4)),
+        ({"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 2, "output_tokens": 2}, (9, 2, 4)),
+        ({"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 40}}, (9, 2, 9)),
+        ({"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": None}, (9, 2, 0)),
+        ({"prompt_tokens": 9, "total_tokens": 9}, (9, 0, 0)),
+        ({"completion_tokens": 2, "total_tokens": 11}, None),
+    ],
+    ids=["chat", "responses", "messages", "more than there are", "unsaid", "embeddings", "no prompt"],
+)
+def test_every_reader_of_usage_says_the_same(usage: dict[str, Any], counts: tuple[int, int, int] | None) -> None:
+    """On the node, at the gateway, and where an answer is translated; without the prompt nobody can say."""
+    body = json.dumps({"usage": usage, "choices": []}).encode()
+    stream, numbers = StreamReader(drops_usage=False), Numbers()
+    stream.feed(b"data: " + body + b"\n\n")
+    found = [read_body_usage(body), stream.usage(), read_usage(body), find_usage(b"data: " + body), numbers.take(body)]
+    if "input_tokens" not in usage:
+        found.append(msgspec.convert(usage, ChatUsage).to_counts())
+    shown = [None if one is None else (one.prompt_tokens, one.completion_tokens, one.cached_tokens) for one in found]
+    assert shown == [counts] * len(found)
+
+
+def test_llamacpp_says_in_its_timings_what_it_had_cached() -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 2}
+    counts = Numbers().take(json.dumps({"usage": usage, "timings": {"cache_n": 5, "prompt_n": 4}}).encode())
+    assert counts is not None
+    assert counts.cached_tokens == 5
 
 
 @pytest.mark.parametrize(
