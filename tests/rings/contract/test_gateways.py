@@ -376,8 +376,10 @@ class Crowd:
                 begun = False
                 try:
                     if number % 2:
-                        async for piece in await client.chat.completions.create(model=self.model, messages=HELLO, stream=True):
-                            begun = begun or bool(piece.choices)
+                        stream = await client.chat.completions.create(model=self.model, messages=HELLO, stream=True)
+                        begun = True  # with its head: behind that the SDK tries nothing again
+                        async for _ in stream:
+                            pass
                     else:
                         await client.chat.completions.create(model=self.model, messages=HELLO)
                     self.answered += 1
