@@ -90,7 +90,8 @@ class OperationsConfig:
 
     ``key_path``: the owner's own keys of tokens, None = the node makes its own at levels 1 and 2, and has none at level 0.
     ``runner_id``: the audience of tokens below level 2, "" = the name of the node. ``ops_per_hour``: how many may begin.
-    ``counted_signers``: names that count towards ``min_signers`` below level 2, None = any.
+    ``counted_signers``: names that count towards ``min_signers`` below level 2, None = any. ``cluster_address``: where other
+    nodes of a replica reach this one, "" = nowhere.
     """
 
     key_path: Path | None
@@ -100,6 +101,7 @@ class OperationsConfig:
     runner_id: str
     ops_per_hour: int
     counted_signers: frozenset[str] | None = None
+    cluster_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,8 @@ Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_
 MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_TIDY,
 MUSTER_MAX_CONCURRENT, MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS,
 MUSTER_OWNER, MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA,
-MUSTER_MEMORY_BUDGET_MB, MUSTER_TICKET_URL, MUSTER_TICKET_ORIGINS, MUSTER_API_TLS_CERT, MUSTER_API_TLS_KEY.
+MUSTER_MEMORY_BUDGET_MB, MUSTER_TICKET_URL, MUSTER_TICKET_ORIGINS, MUSTER_API_TLS_CERT, MUSTER_API_TLS_KEY,
+MUSTER_CLUSTER_ADDRESS.
 
 The port speaks TLS with a certificate of yours (--api-tls-cert), or with an https:// --ticket-url, for which the internal CA of
 the installation certifies it; --api-plain (MUSTER_API_PLAIN) leaves TLS to a proxy in front of it.
@@ -194,7 +197,9 @@ may begin within an hour). At level 2 a person confirms the policy here once: ./
 Seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left),
 MUSTER_RECONNECT_MAX_S (30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30),
 MUSTER_UNLOAD_DRAIN_S (300: how long an unload waits for what runs),
-MUSTER_ENGINE_SILENT_S (10: an engine that does not answer for so long is restarted).
+MUSTER_ENGINE_SILENT_S (10: an engine that does not answer for so long is restarted),
+MUSTER_JOIN_S (120: how long a load over several nodes waits for each of them),
+MUSTER_MEMBER_SILENT_S (10: a replica over several nodes ends when one of them is not heard for so long).
 
 Signals: SIGTERM or Ctrl-C finishes what runs (up to 30 s), then leaves; a second one leaves at once.
 SIGHUP reads the settings files again. SIGUSR1 takes the node back for its owner (spare_off); SIGUSR2 lends it again (spare_on).
@@ -320,6 +325,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--api-plain", action="store_true", help="a proxy in front of that port speaks TLS for an https:// --ticket-url")
     add("--ticket-url", metavar="URL", help="where clients with a ticket reach that port, such as http://gpu1.lan:8090")
     add("--ticket-origins", action="append", metavar="A,B", help="origins of web pages that may use tickets (* = all)")
+    add("--cluster-address", metavar="HOST:PORT", help="where other nodes of a replica reach this one; a private network only")
     add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
     add("--memory-budget-mb", metavar="N", help="memory that all models together may take (default: what is free)")
     add("--provider", help="provider this node belongs to (default: local)")
@@ -346,6 +352,7 @@ SHARED_KEY_PATH = Path("/etc/safebox/model-api.key")
 """Where the model-runner specification has the key of operation tokens."""
 _WS_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+\Z")
+_EVERYWHERE = frozenset({"0.0.0.0", "[::]", "*"})  # noqa: S104  # refused: others cannot dial it
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -516,6 +523,7 @@ def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) 
         runner_id=options.variable("MUSTER_RUNNER_ID"),
         ops_per_hour=options.whole("MUSTER_OPS_PER_HOUR", 60, lowest=1, highest=10_000),
         counted_signers=counted,
+        cluster_address=_read_cluster_address(options),
     )
 
 
@@ -556,6 +564,15 @@ def _settings_file(variable: str, options: Options, data: Path | None, name: str
 def _read_gpu_ids(options: Options) -> tuple[int, ...]:
     words = [word.strip() for word in options.variable("CUDA_VISIBLE_DEVICES").split(",")]
     return tuple(int(word) for word in words if word.isdecimal())
+
+
+def _read_cluster_address(options: Options) -> str:
+    text = options.text("cluster_address")
+    host, _, port = text.rpartition(":")
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    if text and (not host or not is_port or not text.isprintable() or " " in text or host in _EVERYWHERE):
+        raise ConfigError(f"--cluster-address must be the address of this node and a port, such as 10.0.0.1:8070, not {text!r}")
+    return text
 
 
 def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | LlamaConfig | None:

@@ -44,6 +44,10 @@ class EngineSilent(EngineError):
     """The engine took the connection and did not answer in time."""
 
 
+class ReplicaUnloaded(EngineError):
+    """A replica over several nodes is over because it was unloaded on another of them."""
+
+
 class SessionLost(RunnerError):
     """The socket to a gateway is gone, or may not be used any more."""
 

@@ -246,6 +246,21 @@ class EnginesLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterLimits:
+    """Replicas over several nodes."""
+
+    members: int = bound(16, "nodes", "A load over more is refused.")
+    join_s: float = bound(120.0, "s", "A load over several nodes fails: one of them did not join.", setting="MUSTER_JOIN_S")
+    ray_s: float = bound(120.0, "s", "A load over several nodes fails: Ray did not start on one of them.")
+    meet_s: float = bound(5.0, "s", "A connection between members that did not get to know each other is closed.")
+    retry_s: float = bound(0.5, "s", "A head that does not answer is dialled again.")
+    beat_s: float = bound(1.0, "s", "Members of a replica hear each other this often.")
+    silent_s: float = bound(10.0, "s", "A replica ends: a member of it was not heard.", setting="MUSTER_MEMBER_SILENT_S")
+    farewell_s: float = bound(1.0, "s", "A member that does not read is not told any more why the replica ends.")
+    notes: int = bound(8, "notes", "A replica ends: a member says more than there is to say.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComfyuiLimits:
     """ComfyUI: requests for images, their jobs, and its memory."""
 
@@ -453,6 +468,7 @@ class Limits:
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     serving: ServingLimits = field(default_factory=ServingLimits)
     engines: EnginesLimits = field(default_factory=EnginesLimits)
+    cluster: ClusterLimits = field(default_factory=ClusterLimits)
     comfyui: ComfyuiLimits = field(default_factory=ComfyuiLimits)
     children: ChildrenLimits = field(default_factory=ChildrenLimits)
     models: ModelsLimits = field(default_factory=ModelsLimits)

@@ -303,7 +303,7 @@ def _put_together(
         keeps_engine_errors=config.keeps_engine_errors,
     )
     gate, tickets = _make_gate(config, governance, ledger), Tickets(config.tickets, ledger)
-    operations = Operations(pool, gate, ledger, governance.identity)
+    operations = Operations(pool, gate, ledger, governance.identity, cluster_address=config.operations.cluster_address)
 
     async def load_again(body: LoadBody) -> Mapping[str, object]:
         await parts.seek(body.modelId)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from runner.definitions.fields import TRANSLATABLE
 from runner.definitions.plan import LoadPlan, load_constraints
@@ -15,7 +16,7 @@ from runner.pool.loads import count_replicas, is_elsewhere
 from runner.pool.models import Model, ModelState, Replica, sum_known
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading
-from wire.bridge import CPU, MemoryInfo, ModelFacts, ReplicaInfo
+from wire.bridge import CPU, RESERVED, MemoryInfo, ModelFacts, ReplicaInfo
 
 _CPU_UNLESS_TOLD = frozenset({"ct2", "whisper"})
 WAITING = "the node is about to load it again"
@@ -87,14 +88,16 @@ def _describe_loading(model: Model) -> ReplicaInfo:
         eta_s=None if load is None or (eta := load.eta_s()) is None else round(eta, 1),
         gpus=list(model.plan.gpu_ids) if model.plan is not None else [],
         device=_find_device(model.plan) if model.plan is not None else "",
+        **_tell_cluster(model.plan),
     )
 
 
 def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
     supervisor, memory = replica.supervisor, replica.memory
+    state = model.state.value if model.state is ModelState.UNLOADING else supervisor.state.value
     return ReplicaInfo(
         model=model.model_id,
-        state=model.state.value if model.state is ModelState.UNLOADING else supervisor.state.value,
+        state=RESERVED if replica.plan.is_reserved and supervisor.is_ready else state,
         engine=supervisor.engine.name,
         slots=replica.slots,
         active=replica.active,
@@ -106,12 +109,19 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
         context_tokens=replica.context_tokens,
         gpus=list(replica.plan.gpu_ids),
         device=_find_device(replica.plan),
+        **_tell_cluster(replica.plan),
     )
 
 
 def _find_device(plan: LoadPlan) -> str:
     is_told = plan.options.get("device") == CPU or plan.options.get("gguf_n_gpu_layers") == 0
     return CPU if is_told or (plan.backend in _CPU_UNLESS_TOLD and not plan.gpu_ids) else ""
+
+
+def _tell_cluster(plan: LoadPlan | None) -> dict[str, Any]:
+    if plan is None or plan.cluster is None:
+        return {}
+    return {"replica_id": plan.cluster.replica_id, "members": [member.node for member in plan.cluster.members]}
 
 
 def _tell_endpoints(model: Model, capabilities: Capabilities) -> list[str]:

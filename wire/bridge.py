@@ -63,8 +63,13 @@ class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     active_requests: int | None = None
 
 
+RESERVED = "reserved"
+"""State of a part of a replica over several nodes that another one of them serves."""
+
+
 class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One loaded (or loading) copy of a model on the node. ``state``: unloaded, loading, loaded, unloading or failed.
+    """One loaded (or loading) copy of a model on the node. ``state``: unloaded, loading, loaded, unloading or failed,
+    or ``reserved``.
 
     ``detail``: what a load is doing, or why it failed. ``progress`` is the share of the load that is done, 0.0 to 1.0, and
     ``eta_s`` the seconds it still takes. Memory in MiB: ``memory_mb`` is measured, ``weights_mb`` and ``kv_mb`` are its
@@ -73,6 +78,8 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     loads it again by itself after a restart; where it cannot, the state is failed and ``detail`` says why. ``gave_up_ms``: Unix
     time in milliseconds at which the node stopped trying until its next start; None = it has not. ``gpus``: the numbers of the
     GPUs that it is on, as in ``GpuInfo``; empty = the node does not say. ``device``: ``cpu`` = it is on none; else empty.
+    ``members``: the runner ids of the nodes that it is over, the head first, and ``replica_id`` names it on all of them; empty =
+    it is on this node alone.
     """
 
     model: str
@@ -92,6 +99,8 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     gave_up_ms: int | None = None
     gpus: list[int] = []
     device: str = ""
+    replica_id: str = ""
+    members: list[str] = []
 
     @property
     def percent(self) -> int | None:
@@ -155,7 +164,7 @@ class NodeGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``op_keys``: HMAC keys by id in base64url, the newest last, that tokens for it are signed with. ``policy_*``: what it
     pinned, 0 and empty = nothing yet. ``witness_*``: the last audit checkpoint that it saw (root in base64). ``clock_ms``: Unix
     time in milliseconds. ``keeps_models``: its loads take ``keepLoaded``. ``reloads_settings``: it knows the operation
-    ``settings-reload``.
+    ``settings-reload``. ``cluster_address``: where other nodes of a replica reach it; empty = it takes part in none.
     """
 
     level: str
@@ -170,6 +179,7 @@ class NodeGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
     clock_ms: int = 0
     keeps_models: bool = False
     reloads_settings: bool = False
+    cluster_address: str = ""
 
 
 class TicketPublicKey(msgspec.Struct, kw_only=True):

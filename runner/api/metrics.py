@@ -124,6 +124,7 @@ class _Collector:
         yield from _queues(models, self._parts)
         yield from _memory(models, self._reading)
         yield from _loads(models)
+        yield from _clusters(models)
         yield from _operations(self._parts)
         if self._spending is not None:
             yield from _money(self._spending)
@@ -228,6 +229,17 @@ def _loads(models: list[Model]) -> Iterator[Metric]:
     yield _gauge(f"{_PREFIX}_model_load_seconds", "How long the last load took", "model", seconds)
     restarts = [((model.model_id,), sum(replica.supervisor.restarts for replica in model.replicas)) for model in models]
     yield _counter(f"{_PREFIX}_engine_restarts", "Engines that were started again", "model", restarts)
+
+
+def _clusters(models: list[Model]) -> Iterator[Metric]:
+    plans = [(model, replica.plan.cluster) for model in models for replica in model.replicas]
+    nodes = [
+        ((model.model_id, "head" if cluster.is_head else "member"), len(cluster.members))
+        for model, cluster in plans
+        if cluster is not None
+    ]
+    text = "Nodes of a replica over several, of which this one is the head or a member"
+    yield _gauge(f"{_PREFIX}_replica_nodes", text, "model role", nodes)
 
 
 def _operations(parts: Parts) -> Iterator[Metric]:

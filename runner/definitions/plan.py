@@ -76,11 +76,50 @@ Report = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """A node of a replica over several: its runner id, where it is reached by the others, and the GPUs that it gives."""
+
+    node: str
+    address: str
+    gpus: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What people call the node: its runner id without the fingerprint of its key."""
+        return self.node.partition("#")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A replica over several nodes, as people approved it; the first member is the head. ``own``: this node.
+
+    ``replica_id``: the use of the approval that it came of. ``digest``: of the statement. ``sign`` signs with the key of this
+    node, whose public half (SPKI DER) is ``public_key``.
+    """
+
+    replica_id: str
+    digest: str
+    members: tuple[Member, ...]
+    own: Member
+    public_key: bytes = field(repr=False)
+    sign: Callable[[bytes], bytes] = field(repr=False)
+
+    @property
+    def head(self) -> Member:
+        return self.members[0]
+
+    @property
+    def is_head(self) -> bool:
+        return self.own == self.head
+
+
+@dataclass(frozen=True, slots=True)
 class LoadPlan:
     """What one replica is to be. ``options`` are the backend's own fields, already checked against its constraints.
 
     ``path``: weights on this machine, None for a server of somebody else's. ``context_tokens`` is per request, None = the
     model's own. ``slots``: requests served at once by this replica. ``memory_budget_mb``: upper limit for the replica.
+    ``cluster``: None = the replica is on this node alone.
     """
 
     model_id: str
@@ -93,6 +132,17 @@ class LoadPlan:
     memory_budget_mb: int | None = None
     quantization: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
+    cluster: Cluster | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Over how many nodes the replica is; each has the same share of it."""
+        return 1 if self.cluster is None else len(self.cluster.members)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether this node only holds a part of a replica that another node serves."""
+        return self.cluster is not None and not self.cluster.is_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +311,7 @@ def asked_gpus(overrides: Mapping[str, object]) -> tuple[int, ...]:
 
 def make_plan(
     definition: ModelDefinition, *, overrides: Mapping[str, object], path: Path | None, threads: int,
-    gpu_ids: tuple[int, ...], defaults: Mapping[str, str] | None = None,
+    gpu_ids: tuple[int, ...], defaults: Mapping[str, str] | None = None, cluster: Cluster | None = None,
 ) -> LoadPlan:  # fmt: skip
     """Return what one replica is to be: the definition, ``overrides`` as ``check_overrides`` returned them over it.
 
@@ -299,6 +349,7 @@ def make_plan(
         memory_budget_mb=_int(overrides.get("gpuMemoryBudgetMB")),
         quantization=None if quantization is None else str(quantization),
         options={name: value for name, value in options.items() if value is not None},
+        cluster=cluster,
     )
 
 
@@ -345,6 +396,7 @@ def plan_key(plan: LoadPlan) -> str:
     options = {name: value for name, value in plan.options.items() if _changes_memory(plan.backend, name, value)}
     parts = [
         plan.backend, plan.context_tokens, plan.slots, plan.quantization, plan.memory_budget_mb, len(plan.gpu_ids), options,
+        *((plan.nodes, plan.is_reserved) if plan.cluster is not None else ()),
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
 

@@ -48,6 +48,17 @@ fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _kwargs_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 
+class Processes(Protocol):
+    """What holds a model: one process of ours with its tree, or several that live and end together."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The root processes; empty when none runs."""
+
+    async def wait_gone(self) -> None:
+        """Return when one of them has exited. Raises EngineError when it is known why the model is gone."""
+
+
 class Loader(Protocol):
     """How a model gets onto a server and off it.
 
@@ -57,7 +68,7 @@ class Loader(Protocol):
     is_attached: bool
 
     @property
-    def child(self) -> Child | None:
+    def child(self) -> Processes | None:
         """The process that holds the model, None where it is none of ours."""
 
     async def load(self, report: Report) -> None:

@@ -258,7 +258,10 @@ class Engine(Protocol):
         """Check it once, in a few seconds at most."""
 
     async def wait_gone(self) -> None:
-        """Return as soon as it is known to have died; for a server of somebody else's, never."""
+        """Return as soon as it is known to have died; for a server of somebody else's, never.
+
+        Raises EngineError when another node ended the replica: it says why, and the engine is not to be loaded again.
+        """
 
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
         """Return how many tokens the engine would read, without generating anything; only of one that ``counts_tokens``.
@@ -285,13 +288,16 @@ ADAPTERS: dict[str, str] = {
 }
 """Backend name of the settings to ``module:function``; every function takes ``(plan, client)``."""
 
+MEMBER_ADAPTER = "runner.engines.ray:make_member"
+"""Of a replica that another node serves."""
+
 EngineMaker = Callable[[LoadPlan, aiohttp.ClientSession], Engine]
 
 
 def make_engine(plan: LoadPlan, client: aiohttp.ClientSession) -> Engine:
     """Return an adapter for one replica, nothing started yet. Raises EngineError for a backend without one."""
     try:
-        module, _, name = ADAPTERS[plan.backend].partition(":")
+        module, _, name = (MEMBER_ADAPTER if plan.is_reserved else ADAPTERS[plan.backend]).partition(":")
     except KeyError:
         raise EngineError(
             f"there is no engine for the backend {plan.backend!r}; known: {', '.join(sorted(ADAPTERS))}"

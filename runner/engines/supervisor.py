@@ -46,17 +46,20 @@ class _Held:
 class Supervisor:
     """Owns an engine. ``on_change`` is called, synchronously, whenever its state or last error changed.
 
-    An engine that does not answer its health checks for ``silent_s`` counts as hung and is restarted.
+    An engine that does not answer its health checks for ``silent_s`` counts as hung and is restarted. With ``on_end`` one that
+    is lost is not: it is unloaded, and ``on_end`` hears why.
     """
 
     def __init__(
-        self, engine: Engine, *, silent_s: float, on_change: Callable[[], None], loop_limit_s: float | None = None
-    ) -> None:
+        self, engine: Engine, *, silent_s: float, on_change: Callable[[], None], loop_limit_s: float | None = None,
+        on_end: Callable[[EngineError], None] | None = None,
+    ) -> None:  # fmt: skip
         self.engine = engine
         self._silent_s = silent_s
         self._limits = limits().engines
         self._loop_limit_s = self._limits.loop_s if loop_limit_s is None else loop_limit_s
         self._on_change = on_change
+        self._on_end = on_end
         self._suspicion = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._leaver: asyncio.Task[None] | None = None
@@ -178,13 +181,17 @@ class Supervisor:
                 pause_s = min(pause_s * 2, self.engine.restart_max_s)
                 continue
             is_loaded, since = False, clock.monotonic()
-            reason = await self._watch()
+            error = await self._watch()
+            reason = str(error)
             log.error("engine is down engine=%s reason=%s", self.engine.name, reason)
             pause_s = self._limits.restart_first_s if clock.monotonic() - since >= self._limits.steady_after_s else pause_s
             self._become(EngineState.FAILED, error=reason)
             await self._stop_looking()
             with contextlib.suppress(EngineError):  # somebody else's server: nothing of ours to clear away
                 await self.engine.unload(gently=False)
+            if self._on_end is not None:
+                self._on_end(error)
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, self.engine.restart_max_s)
             self.restarts += 1
@@ -211,7 +218,7 @@ class Supervisor:
         self._become(EngineState.LOADED)
         return True
 
-    async def _watch(self) -> str:
+    async def _watch(self) -> EngineError:
         gone = asyncio.create_task(self.engine.wait_gone())
         silent_since: float | None = None
         try:
@@ -223,19 +230,20 @@ class Supervisor:
                     suspicion.cancel()
                 self._suspicion.clear()
                 if gone.done():
-                    return "the engine process died"
+                    error = gone.exception()
+                    return error if isinstance(error, EngineError) else EngineError("the engine process died")
                 if self._disobeys:
-                    return self._disobeys
+                    return EngineError(self._disobeys)
                 match await self.engine.health():
                     case Health.OK:
                         silent_since = None
                         self._become(EngineState.LOADED)
                     case Health.UNREACHABLE:
-                        return "the engine refuses connections or has no model"
+                        return EngineError("the engine refuses connections or has no model")
                     case Health.SILENT:
                         silent_since = silent_since if silent_since is not None else clock.monotonic()
                         if clock.monotonic() - silent_since >= self._silent_s:
-                            return f"the engine has not answered for {self._silent_s:g} s"
+                            return EngineError(f"the engine has not answered for {self._silent_s:g} s")
         finally:
             gone.cancel()
 

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.http import HttpResponse, HttpServer, Listing, read_answer
 from runner.engines.http_engine import (
     HttpEngine,
+    Loader,
     Samples,
     ServerProcess,
     Start,
@@ -43,6 +44,7 @@ from runner.engines.port import (
     FlushScope,
     Priority,
 )
+from runner.engines.ray import RayHead
 from runner.engines.vllm_command import (
     StartupLog,
     build_command,
@@ -150,7 +152,11 @@ def make_vllm(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     """The model runs on the GPUs of the plan, and on the CPU when it names none."""
     server = HttpServer()
     probe = VllmProbe(plan, server)
-    loader = ServerProcess("vLLM", plan, server, probe.prepare)
+    process = ServerProcess("vLLM", plan, server, probe.prepare)
+    loader: Loader = process
+    if plan.cluster is not None:
+        loader = head = RayHead(plan.cluster, plan, process, server.check)
+        probe.surroundings = lambda: head.environment
     return HttpEngine(
         server, loader, probe, name="vllm", poll_s=2.0, restart_max_s=120.0, meet=probe.meet, count=probe.count_tokens
     )
@@ -169,6 +175,8 @@ class VllmProbe:
         self._weights_bytes: int | None = None
         self._is_asleep = False
         self.capabilities = _describe(plan, with_vision=False)
+        self.surroundings: Callable[[], Mapping[str, str]] = dict
+        """What vLLM's environment needs beside what the plan says."""
 
     async def prepare(self, folder: Path, report: Report) -> Start:
         plan, socket = self._plan, folder / "s"
@@ -178,7 +186,7 @@ class VllmProbe:
         self.capabilities = _describe(plan, with_vision=await asyncio.to_thread(sees_pictures, plan))
         self._log, self._is_asleep = StartupLog(report), False
         self._server.listen_on(str(socket), "http://vllm")
-        return Start(command, build_environment(plan), self._log)
+        return Start(command, {**build_environment(plan), **self.surroundings()}, self._log)
 
     async def meet(self, report: Report) -> None:
         with contextlib.suppress(EngineError):  # it is used whatever it answers

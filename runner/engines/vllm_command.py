@@ -169,8 +169,10 @@ def _model_flags(plan: LoadPlan) -> Iterator[str]:
     context = plan.context_tokens or options.get("vllm_max_model_len")
     if context:
         yield from ("--max-model-len", str(context))
-    if len(plan.gpu_ids) > 1:
+    if len(plan.gpu_ids) > 1 or plan.cluster is not None:
         yield from ("--tensor-parallel-size", str(len(plan.gpu_ids)))
+    if plan.cluster is not None:  # tensor parallel within a node, pipeline parallel over nodes
+        yield from ("--pipeline-parallel-size", str(plan.nodes), "--distributed-executor-backend", "ray")
     if is_pooling(plan):
         yield from ("--runner", "pooling", "--convert", "embed")
     yield "--enable-prefix-caching" if caches_prefixes(plan) else "--no-enable-prefix-caching"
@@ -216,7 +218,7 @@ def _memory_flags(plan: LoadPlan) -> Iterator[str]:
 def _kv_bytes_of_budget(plan: LoadPlan) -> int | None:
     if plan.memory_budget_mb is None:
         return None
-    needed = weights_bytes(plan) + limits().engines.vllm_overhead_bytes * max(1, len(plan.gpu_ids))
+    needed = -(-weights_bytes(plan) // plan.nodes) + limits().engines.vllm_overhead_bytes * max(1, len(plan.gpu_ids))
     left = plan.memory_budget_mb * MIB - needed
     if left <= 0:
         raise EngineError(

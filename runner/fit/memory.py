@@ -81,6 +81,11 @@ class ModelShape:
         weights_bytes = self.weights_bytes * count // (self.layers + 1)
         return replace(self, weights_bytes=weights_bytes, kv_layers=self.kv_layers[len(self.kv_layers) - kept :])
 
+    def share(self, nodes: int) -> ModelShape:
+        """Return the largest part that one of several nodes has, which divide the layers among them."""
+        kept = -(-len(self.kv_layers) // nodes)
+        return replace(self, weights_bytes=-(-self.weights_bytes // nodes), kv_layers=self.kv_layers[:kept])
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:

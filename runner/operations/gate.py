@@ -121,6 +121,10 @@ class Gate:
         self.refusals: dict[str, int] = {}
         """How many tokens were refused, by reason."""
 
+    @property
+    def level(self) -> Level:
+        return self._rules.level
+
     async def admit(
         self, token: object, *, operation: Operation, model_id: str | None, params: Mapping[str, object]
     ) -> Admitted:

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from runner.definitions.plan import Progress
+from runner.definitions.plan import Cluster, Member, Progress
 from runner.definitions.settings import SettingsChange
+from runner.engines.cluster import decline, split_address
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
 from runner.errors import (
     InvalidRequest,
@@ -37,7 +38,7 @@ from runner.pool.loads import LoadOrder, LoadResult, Pool
 from runner.pool.models import Model, ModelState
 from wire import clock
 from wire.optoken.documents import Outcome, Receipt, ReceiptError, digest_result, sign_receipt
-from wire.optoken.verifier import Operation
+from wire.optoken.verifier import Level, Operation
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +58,20 @@ def _tell_nobody() -> None:
     """Nobody follows an operation that came over HTTP."""
 
 
+class MemberBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A node of a replica over several: its runner id, its cluster address and the GPUs that it gives."""
+
+    node: str
+    address: str
+    gpus: list[int]
+
+
 class LoadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/models/load``. ``overrides`` are the backend's own fields; most others are those of the specification.
 
-    ``gpus``: the GPUs that each replica takes, by their numbers on the node. ``keepLoaded``: the runner loads the model again
-    by itself after every restart, until it is unloaded by an operation.
+    ``gpus``: the GPUs that each replica takes, by their numbers on the node. ``members``: one replica over these nodes, the
+    first of which is the head and one of which this must be. ``keepLoaded``: the runner loads the model again by itself after
+    every restart, until it is unloaded by an operation.
     """
 
     modelId: str  # noqa: N815  # names of the specification, here and below
@@ -70,6 +80,7 @@ class LoadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     gpuMemoryBudgetMB: int | None = None  # noqa: N815
     evictModel: str | None = None  # noqa: N815
     gpus: list[int] | None = None
+    members: list[MemberBody] | None = None
     overrides: dict[str, object] = {}
     keepLoaded: bool | None = None  # noqa: N815
     verifiedOpToken: Any = None  # noqa: N815  # Any: an object, its text, or base64url of it
@@ -153,11 +164,12 @@ class Operations:
     What a token has let in is carried out to its end, also when the caller leaves meanwhile.
     """
 
-    def __init__(self, pool: Pool, gate: Gate, ledger: Ledger, identity: Identity | None) -> None:
+    def __init__(self, pool: Pool, gate: Gate, ledger: Ledger, identity: Identity | None, *, cluster_address: str = "") -> None:
         self._pool = pool
         self._gate = gate
         self._ledger = ledger
         self._identity = identity
+        self._cluster_address = cluster_address
         self._governed: set[asyncio.Task[Reply]] = set()
         self._loads: dict[str, Load] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -192,6 +204,8 @@ class Operations:
     async def load(self, body: LoadBody, params: Mapping[str, object], *, on_begin: OnBegin = _tell_nobody) -> Reply:
         """Start a load: 202 with its task; 200 when the model is loaded already. Raises RequestRefused."""
         overrides = _overrides(body)
+        if body.members is not None:
+            overrides["gpus"] = self._find_own(body, body.members).gpus
         if body.keepLoaded and self._identity is None:
             raise InvalidRequest(
                 "To keep a model loaded the node needs a place to remember it: start it with --data DIR.", param=KEEP_PARAM
@@ -203,6 +217,47 @@ class Operations:
         return await self._run(
             body.verifiedOpToken, Operation.MODEL_LOAD, body.modelId, params, on_begin,
             lambda run: self._start_load(body, overrides, run),
+        )  # fmt: skip
+
+    def _find_own(self, body: LoadBody, members: list[MemberBody]) -> MemberBody:
+        """Return this node's part of a replica over several. Raises InvalidRequest when it cannot take that."""
+        identity = self._identity
+        if identity is None or self._gate.level is not Level.L2:
+            raise InvalidRequest("A replica over several nodes needs a node of level 2 with a data folder.", param="members")
+        if body.keepLoaded or body.gpus is not None:
+            raise InvalidRequest("members cannot go together with keepLoaded and gpus; leave those out.", param="members")
+        own = next((member for member in members if member.node == identity.certified_id), None)
+        if own is None:
+            raise InvalidRequest(f"members does not name this node, {identity.certified_id}.", param="members")
+        if not self._cluster_address or own.address != self._cluster_address:
+            said = f"is {self._cluster_address}" if self._cluster_address else "was not given; start it with --cluster-address"
+            raise InvalidRequest(f"members names {own.address} for this node, whose cluster address {said}.", param="members")
+        nodes, sizes = {member.node for member in members}, {len(member.gpus) for member in members}
+        if len(nodes) < len(members) or not 2 <= len(members) <= limits().cluster.members or len(sizes) > 1:
+            raise InvalidRequest(
+                f"members must name 2 to {limits().cluster.members} nodes, each once and with as many GPUs as the others.",
+                param="members",
+            )
+        for member in members:
+            try:
+                split_address(member.address)
+            except ValueError as error:
+                raise InvalidRequest(f"members: {error}.", param="members") from None
+        return own
+
+    def _make_cluster(self, body: LoadBody, run: Run | None) -> Cluster | None:
+        identity = self._identity
+        if body.members is None or identity is None:
+            return None
+        if run is None or not run.statement_digest:
+            raise InvalidRequest(
+                "A replica over several nodes needs an approval that its members can compare.", param="members"
+            )
+        members = tuple(Member(one.node, one.address, tuple(one.gpus)) for one in body.members)
+        return Cluster(
+            replica_id=f"{run.approval_id}.{run.use}", digest=run.statement_digest, members=members,
+            own=next(member for member in members if member.node == identity.certified_id), public_key=identity.public_key,
+            sign=identity.private_key.sign,
         )  # fmt: skip
 
     async def unload(self, body: UnloadBody, params: Mapping[str, object], *, on_begin: OnBegin = _tell_nobody) -> Reply:
@@ -482,7 +537,15 @@ class Operations:
     async def _begin_load(self, body: LoadBody, overrides: Mapping[str, object], run: Run | None) -> Reply:
         registry = self._pool.registry
         registry.define(registry.find_or_plan(body.modelId).definition)
-        order = await self._pool.loader.order(body.modelId, overrides=overrides, evict=body.evictModel)
+        cluster = self._make_cluster(body, run)
+        try:
+            order = await self._pool.loader.order(
+                body.modelId, overrides=overrides, evict=body.evictModel, cluster=cluster
+            )  # fmt: skip
+        except RunnerError as error:
+            if cluster is not None and not cluster.is_head:
+                await decline(cluster, str(error))
+            raise
         if isinstance(order, Model):
             return await self._already(order)
         task_id = f"load-{secrets.token_hex(8)}"

@@ -474,6 +474,7 @@ class Governance:
             clock_ms=int(self._clock() * 1000),
             keeps_models=self.level is not Level.L0 and not self.disabled,
             reloads_settings=not self.disabled,
+            cluster_address=self._wanted.cluster_address if self.level is Level.L2 and not self.disabled else "",
         )
 
     async def look(self) -> GovernanceReport | None:

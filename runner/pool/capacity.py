@@ -80,6 +80,8 @@ class Capacity:
         on_gpu = plan.options.get("gguf_n_gpu_layers")
         if has_gpu and isinstance(on_gpu, int):  # the others are in the memory of the host, which is not shared out
             shape = shape.last_layers(on_gpu)
+        if plan.nodes > 1:  # a pipeline: each node has a part of the layers
+            shape = shape.share(plan.nodes)
         predicted = estimate(
             shape,
             context_tokens=_context_of(plan, shape),

@@ -11,9 +11,10 @@ from pathlib import Path, PurePath
 
 import msgspec
 
-from runner.definitions.fields import ModelDefinition
+from runner.definitions.fields import GPU_BACKENDS, ModelDefinition
 from runner.definitions.plan import (
     CONTEXT_FIELDS,
+    Cluster,
     LoadPlan,
     Progress,
     Report,
@@ -29,6 +30,7 @@ from runner.errors import (
     AttachedModel,
     CorruptModel,
     EngineError,
+    InvalidLoadRequest,
     LoadConflict,
     ModelLoading,
     ModelNotLoaded,
@@ -290,8 +292,12 @@ class Loader:
         _refuse_unloading(model)
         check_overrides(model.definition, overrides)
 
-    async def order(self, model_id: str, *, overrides: Mapping[str, object], evict: str | None = None) -> LoadOrder | Model:
+    async def order(
+        self, model_id: str, *, overrides: Mapping[str, object], evict: str | None = None, cluster: Cluster | None = None
+    ) -> LoadOrder | Model:
         """Check a load and reserve its memory; returns the model itself when it is loaded, or being loaded, as asked for.
+
+        ``cluster``: the replica is over several nodes, of which this is one.
 
         Raises LoadConflict when it is loaded otherwise, UnknownModel, AttachedModel, ModelUnloading, InvalidLoadRequest,
         InsufficientMemory, WrongState for settings that changed meanwhile, ModelLoading for an ``evict`` that is on its way in,
@@ -302,20 +308,23 @@ class Loader:
         definition = model.definition
         wanted = check_overrides(definition, overrides)
         if _is_there(model):
-            return _refuse_other_load(model, wanted, overrides)
+            return _refuse_other_load(model, wanted, overrides, cluster)
         _refuse_unloading(model)
+        if cluster is not None:
+            _refuse_cluster(definition, count_replicas(definition, wanted))
         evictee = self._registry.find(evict) if evict is not None and evict != model_id else None
         path = await self._locate(definition)
         must_fetch = path is None and not is_elsewhere(model.definition)
-        plan = await self._plan(definition, wanted, path)
+        plan = await self._plan(definition, wanted, path, cluster)
         replicas = count_replicas(definition, wanted)
         prediction = await self._capacity.predict(plan) if not must_fetch else Prediction(None, None, None)
         reading = await self._capacity.read()
         # From here to the end nothing waits: two loads that race for the same memory are decided one after the other.
         model = self._registry.find(model_id)  # meanwhile it may have been forgotten, and another be known by its name
         if _is_there(model):
-            return _refuse_other_load(model, wanted, overrides)
+            return _refuse_other_load(model, wanted, overrides, cluster)
         _refuse_unloading(model)
+        self._refuse_held_gpus(plan)
         if model.definition != definition:
             raise WrongState(f"The settings of {model_id} changed while its load was checked; load it again.")
         if evictee is not None:
@@ -403,16 +412,45 @@ class Loader:
             return await asyncio.to_thread(find, repo, revision=definition.revision)
         return found
 
-    async def _plan(self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None) -> LoadPlan:
+    async def _plan(
+        self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None, cluster: Cluster | None
+    ) -> LoadPlan:
         asked = asked_gpus(wanted)
         reading = await self._capacity.read() if definition.device != "cpu" else None
+        held = self._find_held_gpus()
+        given, found = self._gpu_ids, reading.engine_ids if reading is not None else ()
+        if free := tuple(index for index in given or found if index not in held):
+            given = free if given else ()
+            found = free if not given else found
         gpu_ids = choose_gpus(
-            definition, given=self._gpu_ids, found=reading.engine_ids if reading is not None else (), asked=asked,
+            definition, given=given, found=found, asked=asked,
             free_mb=reading.free_of_gpus if reading is not None else None,
         )  # fmt: skip
         return make_plan(
-            definition, overrides=wanted, path=path, threads=self._threads, gpu_ids=gpu_ids, defaults=self._defaults
-        )
+            definition, overrides=wanted, path=path, threads=self._threads, gpu_ids=gpu_ids, defaults=self._defaults,
+            cluster=cluster,
+        )  # fmt: skip
+
+    def _find_held_gpus(self) -> dict[int, str]:
+        """Return the GPUs that this node gives to replicas over several nodes, each with the model."""
+        return {
+            index: model.model_id
+            for model in self._registry.models
+            if model.plan is not None and model.plan.cluster is not None and _is_there(model)
+            for index in model.plan.gpu_ids
+        }
+
+    def _refuse_held_gpus(self, plan: LoadPlan) -> None:
+        held = self._find_held_gpus()
+        taken = [index for index in plan.gpu_ids if index in held]
+        # llama.cpp takes whatever it finds where no GPU is named for it.
+        if plan.backend in GPU_BACKENDS and not plan.gpu_ids and plan.options.get("device") != "cpu":
+            taken = list(held)
+        if taken:
+            raise WrongState(
+                f"{plan.model_id} would be on GPU {', '.join(map(str, taken))}, which {held[taken[0]]} holds for a replica "
+                "over several nodes; name other GPUs (gpus), or unload that one."
+            )
 
     async def _evict(self, order: LoadOrder, tell: Report) -> Model | None:
         if order.evictee is None:
@@ -432,7 +470,7 @@ class Loader:
         path = await self._registry.library.fetch(wanted, revision=definition.revision, report=tell)
         if not definition.is_configured:
             definition = await self._recognise(order.model)
-        plan = await self._plan(definition, order.model.overrides, path)
+        plan = await self._plan(definition, order.model.overrides, path, order.plan.cluster)
         prediction = await self._capacity.predict(plan)
         reading = await self._capacity.read()
         self._reserve(order.model, plan, prediction, replicas=order.replicas, reading=reading, evictee=order.evictee)
@@ -481,7 +519,11 @@ class Loader:
                 tell(Progress(progress.stage if count == 1 else f"replica {index + 1} of {count}: {progress.stage}", done))
 
             engine, silent_s = self._make_engine(plan), limits().engines.silent_s
-            supervisor = Supervisor(engine, silent_s=silent_s, on_change=model.engines_changed)
+            # A replica over several nodes is over when one of them is lost: people approve the next.
+            supervisor = Supervisor(
+                engine, silent_s=silent_s, on_change=model.engines_changed,
+                on_end=None if plan.cluster is None else model.end_replica,
+            )  # fmt: skip
             model.replicas.append(Replica(plan, supervisor))
             await supervisor.load(tell_share)
 
@@ -526,8 +568,14 @@ def _is_there(model: Model) -> bool:
     return model.state in {ModelState.LOADED, ModelState.LOADING}
 
 
-def _refuse_other_load(model: Model, wanted: Mapping[str, object], given: Mapping[str, object]) -> Model:
+def _refuse_other_load(
+    model: Model, wanted: Mapping[str, object], given: Mapping[str, object], cluster: Cluster | None
+) -> Model:
     """Return a model that is there as ``wanted``. Raises LoadConflict otherwise; ``given``: the names that the caller used."""
+    held = model.plan.cluster if model.plan is not None else None
+    if cluster is not None or held is not None:
+        where = "on this node alone" if held is None else f"over several nodes, with {held.head.name} as head"
+        raise LoadConflict(f"{model.model_id} is {model.state} {where}; nothing was changed. Unload it first.")
     if model.plan is None:
         return model
     told = model.replicas[0].context_tokens if model.replicas else None
@@ -544,6 +592,16 @@ def _refuse_other_load(model: Model, wanted: Mapping[str, object], given: Mappin
         f"{model.model_id} is {model.state} with {words}; nothing was changed. Unload it before it is loaded otherwise.",
         details={"conflicts": [{"name": name, "inForce": held, "asked": asked} for name, (held, asked) in named.items()]},
     )
+
+
+def _refuse_cluster(definition: ModelDefinition, replicas: int) -> None:
+    if definition.backend != "vllm":
+        raise InvalidLoadRequest(
+            f"members: {definition.model_id} runs on {definition.backend}; only vLLM spreads a replica over nodes.",
+            param="members",
+        )
+    if replicas > 1:
+        raise InvalidLoadRequest("members: a load over several nodes makes one replica; leave replicas at 1.", param="members")
 
 
 def _say(value: object) -> str:

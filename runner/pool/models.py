@@ -13,7 +13,7 @@ from runner.definitions.plan import LoadPlan, Observation, Progress
 from runner.engines.port import Capabilities, FlushOutcome
 from runner.engines.remote import OpenAIServer
 from runner.engines.supervisor import Supervisor
-from runner.errors import ModelFailed, RunnerError, UnknownModel
+from runner.errors import EngineError, ModelFailed, ReplicaUnloaded, RunnerError, UnknownModel
 from runner.library.files import WHISPER_SIZES, FoundModel
 from runner.library.library import Library
 from runner.queue import FairQueue
@@ -169,7 +169,13 @@ class Model:
 
     @property
     def is_ready(self) -> bool:
-        return self.state is ModelState.LOADED
+        """Whether it takes requests here: not of a replica that another node serves."""
+        return self.state is ModelState.LOADED and not self.is_reserved
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether this node only lends GPUs to a replica of it that another node serves."""
+        return self.plan is not None and self.plan.is_reserved
 
     @property
     def capabilities(self) -> Capabilities:
@@ -226,6 +232,20 @@ class Model:
         if self.state is ModelState.LOADED:
             self.queue.resize(max(1, self.slots))
         self._on_change()
+
+    def end_replica(self, error: EngineError) -> None:
+        """Let go of a replica over several nodes that is over: unloaded elsewhere, or lost with a member."""
+        self.replicas, self.predicted_bytes, self.loaded_at = [], None, None
+        if self.state is not ModelState.FAILED:  # an unload is under way, and says itself how it ends
+            return
+        if isinstance(error, ReplicaUnloaded):
+            self.overrides, self.plan = {}, None
+            self.apply(ModelEvent.UNLOAD)
+            self.apply(ModelEvent.VANISH)
+        else:
+            self.last_error = str(error)
+            self._on_change()
+        log.warning("replica over several nodes ended model=%s reason=%s", self.model_id, error)
 
     def pick(self) -> Replica | None:
         """Return the serving replica with the most free room, or None."""

@@ -428,7 +428,11 @@ def _explain_state(model: Model) -> RequestRefused:
             return ModelUnloading(f"{name} is being unloaded.")
         case ModelState.FAILED:
             return ModelFailed(f"{name} does not serve: {model.last_error or 'its engine is down'}.")
-        case _:
+        case ModelState.LOADED:
+            assert model.plan is not None
+            assert model.plan.cluster is not None
+            return ModelNotLoaded(f"{name} is served by {model.plan.cluster.head.name}; this node only lends its GPUs to it.")
+        case ModelState.UNLOADED:
             return ModelNotLoaded(f"{name} is not loaded on this node.")
 
 

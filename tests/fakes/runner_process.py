@@ -31,7 +31,7 @@ from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report
 from runner.config import OperationsConfig
 from runner.definitions.fields import ModelDefinition
-from runner.definitions.plan import LoadPlan, Report
+from runner.definitions.plan import Cluster, LoadPlan, Report
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult
 from runner.errors import EngineError, LoadConflict
 from runner.ledger.database import FILE_NAME, LedgerError
@@ -86,9 +86,11 @@ class EnginePool:
     def check(self, model: Model, overrides: Mapping[str, object]) -> None:
         """Take any load."""
 
-    async def order(self, model_id: str, *, overrides: Mapping[str, object], evict: str | None = None) -> LoadOrder | Model:
+    async def order(
+        self, model_id: str, *, overrides: Mapping[str, object], evict: str | None = None, cluster: Cluster | None = None
+    ) -> LoadOrder | Model:
         """Accept a load; a model that is loaded otherwise is loaded anew."""
-        del evict
+        del evict, cluster
         model = self.registry.find(model_id)
         if model.state is ModelState.LOADING:
             if model.overrides != overrides:

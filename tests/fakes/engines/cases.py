@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import wave
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -73,6 +74,14 @@ def write_program(path: Path, contract: str) -> str:
     path.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "{program}" "$@"\n')
     path.chmod(0o755)
     return str(path)
+
+
+def build_driver(folder: Path, *defines: str) -> Path:
+    """Build the driver library of NVIDIA with two GPUs in it, and return the folder, which LD_LIBRARY_PATH may name."""
+    flags = ["-shared", "-fPIC", "-Wall", "-Werror", *(f"-D{define}" for define in defines)]
+    source = HERE / "programs" / "fake_nvml.c"
+    subprocess.run(["cc", *flags, "-o", folder / "libnvidia-ml.so.1", source], check=True, timeout=60)
+    return folder
 
 
 # ---- llama.cpp in a child, with the shipped tiny model ----
@@ -226,8 +235,14 @@ async def open_tgi(folder: Path, client: aiohttp.ClientSession) -> AsyncIterator
 @contextlib.contextmanager
 def contract_python(folder: Path) -> Iterator[None]:
     """Have the adapter find a python whose ``-m vllm…`` is the contract server."""
-    with environment(**{PYTHON_VARIABLE: write_program(folder / "python-of-vllm", "vllm_contract.py")}):
+    with environment(**{PYTHON_VARIABLE: write_contract_python(folder)}):
         yield
+
+
+def write_contract_python(folder: Path) -> str:
+    """Return such a python, with a ``ray`` beside it."""
+    write_program(folder / "ray", "ray_contract.py")
+    return write_program(folder / "python-of-vllm", "vllm_contract.py")
 
 
 def contract_model(folder: Path, **faults: object) -> Path:

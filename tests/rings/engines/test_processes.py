@@ -23,6 +23,7 @@ from runner.engines.process import Child
 from runner.errors import EngineError
 from runner.telemetry import open_telemetry
 from runner.telemetry.memory import find_tree, measure_host_bytes
+from tests.fakes.engines.cases import build_driver
 from tests.fakes.engines.suite import assert_gone
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.process import ROOT
@@ -217,7 +218,6 @@ def test_a_process_that_outlives_its_engine_is_still_found_and_one_that_has_ende
 
 # memory of GPUs
 
-SOURCE = ROOT / "tests" / "fakes" / "engines" / "programs" / "fake_nvml.c"
 WHOLE = ("WITH_V3", "WITH_V2", "WITH_V1")
 GPU_IDS = ("GPU-aaaa1111-0000", "GPU-bbbb2222-0000")
 PROGRAM = """
@@ -262,16 +262,15 @@ Look = Callable[..., Printed]
 @pytest.fixture(scope="module")
 def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
     """Return what tells what telemetry says of processes, with a driver library that is built with some definitions."""
-    compiler, place = shutil.which("cc"), tmp_path_factory.mktemp("drivers")
-    if compiler is None:
+    place = tmp_path_factory.mktemp("drivers")
+    if shutil.which("cc") is None:
         pytest.skip("needs a C compiler (cc) to build a driver library")
 
     def run(defines: tuple[str, ...], *roots: int, **env: str) -> Printed:
         folder = place / "-".join(defines)
         if not (folder / "libnvidia-ml.so.1").exists():
             folder.mkdir()
-            flags = ["-shared", "-fPIC", "-Wall", "-Werror", *(f"-D{define}" for define in defines)]
-            subprocess.run([compiler, *flags, "-o", folder / "libnvidia-ml.so.1", SOURCE], check=True, timeout=60)
+            build_driver(folder, *defines)
         surroundings = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         surroundings |= {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)} | env
         command = [sys.executable, "-W", "error", "-c", PROGRAM, *map(str, roots)]

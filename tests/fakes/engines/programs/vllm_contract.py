@@ -37,7 +37,7 @@ _VALUES = (
     "--model", "--served-model-name", "--uds", "--max-num-seqs", "--scheduling-policy", "--allowed-media-domains",
     "--max-model-len", "--tensor-parallel-size", "--runner", "--convert", "--kv-cache-memory-bytes", "--max-lora-rank",
     "--max-loras", "--gpu-memory-utilization", "--quantization", "--kv-cache-dtype", "--tool-call-parser",
-    "--speculative-config", "--default-chat-template-kwargs",
+    "--speculative-config", "--default-chat-template-kwargs", "--pipeline-parallel-size", "--distributed-executor-backend",
 )  # fmt: skip
 
 
@@ -265,7 +265,33 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": status}}, status=status)
 
 
+async def watch_cluster(args: argparse.Namespace) -> None:
+    """Return once Ray has the GPUs that this needs; when it has them no more the program ends, as vLLM does."""
+    if args.distributed_executor_backend is None:
+        return
+    assert args.distributed_executor_backend == "ray"
+    host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    needs = int(args.tensor_parallel_size) * int(args.pipeline_parallel_size)
+    writer.write(json.dumps({"token": os.environ["RAY_AUTH_TOKEN"], "needs": needs}).encode() + b"\n")
+    say("EngineCore", "Waiting for creating a placement group of specs for 10 seconds.")
+    if not json.loads(await reader.readline() or b"{}").get("ready"):
+        sys.exit("ValueError: The number of required GPUs exceeds the total number of available GPUs in the placement group.")
+
+    async def follow() -> None:
+        await reader.readline()
+        say("EngineCore", "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "ERROR")
+        await takes(0.5)
+        os._exit(1)
+
+    watches.add(asyncio.create_task(follow()))
+
+
+watches: set[asyncio.Task[None]] = set()
+
+
 async def serve(args: argparse.Namespace, faults: dict[str, Any], worker: subprocess.Popen[bytes]) -> None:
+    await watch_cluster(args)
     server = Server(args, faults, worker)
     runner = await set_up(server.routes())
     await web.UnixSite(runner, args.uds).start()
