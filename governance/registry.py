@@ -130,7 +130,7 @@ Choices = Mapping[str, object]
 
 ``"targets_label"`` says what they are, such as "Nodes".
 
-A field is {"name", "label"} and, where it needs them: "kind" (text, number, checkbox, select, json); "choices"
+A field is {"name", "label"} and, where it needs them: "kind" (text, number, checkbox, select, json, list); "choices"
 [(value, label)…] of a select, and "others", the label of a text field beside it for what is not in the list; "min" and "max"
 of a number; "initial" of a checkbox (True = checked at first); "help", one sentence; "required" (False = may be left out);
 "is_rare" (True = folded away at first).
@@ -143,6 +143,17 @@ class OffersChoices(Protocol):
 
     def choices(self) -> Choices:
         """Return what can be chosen now. Reads only; ``clean`` decides, whatever was offered. Never raises."""
+
+
+@runtime_checkable
+class JoinsTargets(Protocol):
+    """A kind whose targets may carry out one thing together: they are told at once, all or none. Optional."""
+
+    def is_joint(self, params: Mapping[str, object]) -> bool:
+        """Return whether they do. Never raises."""
+
+    def explain_wait(self, targets: Sequence[str]) -> str:
+        """Return why they cannot all be told now; "" = they can. Reads only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from nodes.services.figures import ModelFigures, read_figures, read_uptimes
 from nodes.services.gpus import list_gpus, list_models
 from nodes.services.history import Moment, Span, read_history
 from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
+from nodes.services.replicas import MemberState, ReplicaState, SpanningReplica, list_replicas
 from nodes.states import Health
 from wire.contract import NodeMode, NodeStatus
 from wire.credentials import CredentialKind, digest_credential, parse_keyid
@@ -517,6 +518,46 @@ class GpuView(APIView):
         return Response(_tell_gpus([gpu])[0])
 
 
+class MemberSerializer(serializers.Serializer[MemberState]):
+    """One node of a replica; ``state`` is empty when it is away or does not speak of the replica."""
+
+    runner_id = serializers.CharField()
+    node_id = serializers.CharField(source="node.printed_id", default=None, allow_null=True)
+    role = serializers.SerializerMethodField()
+    state = serializers.CharField()
+    reason = serializers.CharField(help_text="Why it is not part of it any more, or what it does to become so")
+    gpus = serializers.ListField(child=serializers.IntegerField(), help_text="Their numbers on the node")
+
+    @extend_schema_field(serializers.ChoiceField(choices=["head", "member"]))
+    def get_role(self, member: MemberState) -> str:
+        return "head" if member.is_head else "member"
+
+
+class ReplicaSerializer(serializers.Serializer[SpanningReplica]):
+    """A replica over several nodes, the head first; it serves while all of them are there."""
+
+    replica_id = serializers.CharField(help_text="The approval that it came of, and which use of it")
+    model = serializers.CharField()
+    state = serializers.ChoiceField(choices=[state.value for state in ReplicaState])
+    reason = serializers.CharField(help_text="Why it ended")
+    members = MemberSerializer(many=True)
+
+
+class ReplicaListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Response of ``GET /api/v1/replicas``."""
+
+    replicas = ReplicaSerializer(many=True)
+
+
+class ReplicaListView(APIView):
+    """Replicas over several nodes."""
+
+    @extend_schema(operation_id="list_replicas", responses={200: ReplicaListSerializer, 401: ErrorSerializer})
+    def get(self, request: Request) -> Response:
+        """List the replicas over several nodes that their nodes speak of, by model."""
+        return Response({"replicas": [ReplicaSerializer(replica).data for replica in list_replicas()]})
+
+
 class MomentSerializer(serializers.Serializer[Moment]):
     """How a GPU did at ``at``, or on average in the ``step_s`` seconds that begin then; null = not known."""
 
@@ -598,6 +639,7 @@ urlpatterns = [
     re_path(r"^api/v1/gpus/?$", GpuListView.as_view(), name="gpus"),
     re_path(r"^api/v1/gpus/(?P<gpu_id>[^/]+)/history/?$", GpuHistoryView.as_view(), name="gpu-history"),
     re_path(r"^api/v1/gpus/(?P<gpu_id>[^/]+)/?$", GpuView.as_view(), name="gpu"),
+    re_path(r"^api/v1/replicas/?$", ReplicaListView.as_view(), name="replicas"),
     re_path(r"^nodes/register/?$", RegisterView.as_view(), name="node-register"),
     re_path(r"^nodes/heartbeat/?$", HeartbeatView.as_view(), name="node-heartbeat"),
     re_path(r"^nodes/(?P<node_id>[^/]+)/mode/?$", ModeView.as_view(), name="node-mode"),

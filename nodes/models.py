@@ -125,6 +125,9 @@ class Node(models.Model):
     clock_skew_ms = models.IntegerField(null=True, blank=True)
     keeps_models = models.BooleanField(default=False, db_default=False, help_text="Its loads take keepLoaded")
     reloads_settings = models.BooleanField(default=False, db_default=False, help_text="It takes settings-reload")
+    cluster_address = models.CharField(
+        max_length=200, blank=True, default="", db_default="", help_text="Where other nodes of a replica reach it"
+    )
     figures = models.JSONField(
         default=dict, db_default={}, blank=True, editable=False, help_text="How each model does on it, by its request records"
     )

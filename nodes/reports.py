@@ -398,6 +398,11 @@ def _clean_replicas(replicas: Sequence[bridge.ReplicaInfo]) -> list[bridge.Repli
                 index for gpu in replica.gpus[: limits().nodes.report_gpus] if (index := _clean_int(gpu, 1_000_000)) is not None
             ],
             device=bridge.CPU if replica.device == bridge.CPU else "",
+            replica_id=_clean_text(replica.replica_id, limits().nodes.report_name_chars),
+            members=[
+                _clean_text(member, limits().nodes.report_name_chars)
+                for member in replica.members[: limits().nodes.operation_targets]
+            ],
         )
         for replica in replicas[: limits().nodes.report_replicas]
     ]
@@ -545,6 +550,7 @@ def clean_governance(governance: bridge.NodeGovernance) -> None:
     governance.policy_error = _clean_text(governance.policy_error, limits().nodes.witness_alarm_chars).strip()
     governance.witness_size = min(max(0, governance.witness_size), limits().nodes.report_exact_integer)
     governance.witness_root = _keep_whole(governance.witness_root, limits().nodes.digest_chars)
+    governance.cluster_address = _keep_whole(governance.cluster_address, limits().nodes.report_name_chars)
     governance.clock_ms = min(max(0, governance.clock_ms), limits().nodes.report_clock_ms)
 
 

@@ -78,8 +78,8 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     loads it again by itself after a restart; where it cannot, the state is failed and ``detail`` says why. ``gave_up_ms``: Unix
     time in milliseconds at which the node stopped trying until its next start; None = it has not. ``gpus``: the numbers of the
     GPUs that it is on, as in ``GpuInfo``; empty = the node does not say. ``device``: ``cpu`` = it is on none; else empty.
-    ``members``: the runner ids of the nodes that it is over, the head first, and ``replica_id`` names it on all of them; empty =
-    it is on this node alone.
+    ``members``: the runner ids of the nodes that it is over, the head first, and ``replica_id`` names it on all of them; empty
+    where it is on this node alone.
     """
 
     model: str

@@ -50,7 +50,7 @@ from governance.operations.approvals import (
     tell,
     tell_when_over,
 )
-from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, Signer, find_kind
+from governance.registry import Done, JoinsTargets, NotNow, OperationKind, RunOrder, Sent, Signer, find_kind
 from governance.states import FINAL_RUNS, ApprovalEvent, ApprovalState, RunEvent, RunState, next_run, sources_of
 from wire import clock
 from wire.optoken.approval import (
@@ -105,19 +105,22 @@ def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[Operat
     """Write down one run for each target; those that are there already are left as they are."""
     # The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
     due_at = max(clock.now(), operation.not_before)
+    statement = operation.read_statement()
+    is_joint = _is_joint(statement)
+    behind = timedelta() if is_joint else timedelta(seconds=limits().governance.run_lease_s)
     planned = [
         OperationRun(
             operation=operation, target=target, use=use, position=position, started_by=started_by,
-            due_at=due_at + (timedelta(seconds=limits().governance.run_lease_s) if position else timedelta()),
+            due_at=due_at + (behind if position else timedelta()),
         )
-        for position, target in enumerate(operation.read_statement().targets)
+        for position, target in enumerate(statement.targets)
     ]  # fmt: skip
     OperationRun.objects.bulk_create(planned, ignore_conflicts=True)
     runs = list(OperationRun.objects.filter(operation=operation, use=use).order_by("position"))
-    first = next((run for run in runs if run.state == RunState.QUEUED.value), None)
-    if first is not None:
-        OperationRun.objects.filter(pk=first.pk).update(due_at=due_at)
-        wake_worker(first.pk)
+    queued = [run.pk for run in runs if run.state == RunState.QUEUED.value]
+    for pk in queued if is_joint else queued[:1]:
+        OperationRun.objects.filter(pk=pk).update(due_at=due_at)
+        wake_worker(pk)
     return runs
 
 
@@ -352,6 +355,21 @@ def _refuse(run: OperationRun, operation: Operation, error: ApprovalError) -> No
         )
 
 
+def _is_joint(statement: Statement) -> bool:
+    kind = find_kind(statement.operation)
+    return isinstance(kind, JoinsTargets) and kind.is_joint(statement.params)
+
+
+def _find_joint(operation: Operation) -> JoinsTargets | None:
+    """Return the kind of an operation that all targets carry out together; None for any other."""
+    try:
+        is_joint = _is_joint(operation.read_statement())
+    except ApprovalError:
+        return None  # a row that was tampered with is refused before it is sent
+    kind = find_kind(operation.operation)
+    return kind if is_joint and isinstance(kind, JoinsTargets) else None
+
+
 def _is_stopped_by_failure(operation: Operation) -> bool:
     try:
         return operation.read_statement().stops_on_failure
@@ -365,11 +383,16 @@ def _find_wait(run: OperationRun, operation: Operation) -> str | None:
     if operation.operation not in NOT_FROZEN and read_freeze() is not None:
         return "everything is frozen"
     mates = OperationRun.objects.filter(operation=operation, use=run.use).exclude(pk=run.pk)
-    before = mates.filter(position__lt=run.position, state=RunState.QUEUED.value)
-    if not _is_stopped_by_failure(operation):
-        before = before.filter(due_at__lte=clock.now())  # one whose node is away does not hold up the others
-    if before.exists() or mates.filter(state__in=_IN_FLIGHT).exists():
-        return "waits for the one before it in the batch"
+    joint = _find_joint(operation)
+    if joint is not None:
+        if wait := joint.explain_wait(list(mates.filter(state=RunState.QUEUED.value).values_list("target", flat=True))):
+            return wait
+    else:
+        before = mates.filter(position__lt=run.position, state=RunState.QUEUED.value)
+        if not _is_stopped_by_failure(operation):
+            before = before.filter(due_at__lte=clock.now())  # one whose node is away does not hold up the others
+        if before.exists() or mates.filter(state__in=_IN_FLIGHT).exists():
+            return "waits for the one before it in the batch"
     if operation.op_class == BREAK_GLASS and operation.dispatched_at is None:
         return explain_unreviewed(but=operation) or None
     return None
@@ -458,7 +481,10 @@ def finish(run: OperationRun, end: RunEnd) -> None:
     if new not in FINAL_RUNS:
         tell(run.operation, "unknown", run=run)
         return
-    if new is not RunState.SUCCEEDED and _is_stopped_by_failure(run.operation):
+    if new is not RunState.SUCCEEDED and _find_joint(run.operation) is not None:
+        # Those that have begun free what they have by themselves, because this one does not come.
+        skip_runs(run.operation, "an earlier one of the nodes that load together failed", code="batch_stopped")
+    elif new is not RunState.SUCCEEDED and _is_stopped_by_failure(run.operation):
         skip_runs(run.operation, "an earlier one of this batch failed", code="batch_stopped", after=run)
     else:
         _wake_next(run)

@@ -243,8 +243,9 @@ def _make_field(spec: FieldSpec) -> forms.Field:
                 return forms.CharField(widget=SelectOrText(offered, spec["others"]), **common)
             has_blank = common["required"] or any(value == "" for value, _ in offered)
             return forms.ChoiceField(choices=offered if has_blank else [("", "–"), *offered], **common)
-        case "json":
-            return JsonObjectField(widget=forms.Textarea({"rows": 4, "class": "mono", "spellcheck": "false"}), **common)
+        case "json" | "list":
+            widget = forms.Textarea({"rows": 4, "class": "mono", "spellcheck": "false"})
+            return JsonField(is_list=spec["kind"] == "list", widget=widget, **common)
         case _:
             return forms.CharField(**common)
 
@@ -275,8 +276,12 @@ class SelectOrText(forms.MultiWidget):
         return (text or "").strip() or chosen or ""
 
 
-class JsonObjectField(forms.CharField):
-    """A JSON object, written by hand. No floats: they cannot be signed."""
+class JsonField(forms.CharField):
+    """A JSON object or list, written by hand. No floats: they cannot be signed."""
+
+    def __init__(self, *, is_list: bool, **common: Any) -> None:  # Any: Django's arguments
+        super().__init__(**common)
+        self._is_list = is_list
 
     def to_python(self, value: object) -> Any:  # Any: Django's signature
         text = super().to_python(value)
@@ -286,8 +291,9 @@ class JsonObjectField(forms.CharField):
             found = json.loads(text, parse_float=_refuse_float, parse_constant=_refuse_float)
         except (ValueError, RecursionError) as error:
             raise forms.ValidationError(f"Not JSON that can be signed: {error}.") from None
-        if not isinstance(found, dict):
-            raise forms.ValidationError('Write a JSON object, such as {"modelId": "tiny"}.')
+        if not isinstance(found, list if self._is_list else dict):
+            example = "list, such as [0, 1]" if self._is_list else 'object, such as {"modelId": "tiny"}'
+            raise forms.ValidationError(f"Write a JSON {example}.")
         return found
 
     def run_validators(self, value: object) -> None:

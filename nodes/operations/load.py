@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 from urllib.parse import urlencode
 
 from django.conf import settings
@@ -16,6 +17,7 @@ from django.utils.module_loading import import_string
 
 from core.limits import limits
 from governance.audit import find_last_event, find_last_event_at, record_event
+from governance.errors import InvalidProposal
 from governance.notices import list_requester_and_signers, notify_of_event
 from governance.operations.runs import LastRun, last_run, list_last_successes
 from governance.registry import Choices, Impact, Line, Request, Undone
@@ -28,7 +30,9 @@ from nodes.operations.targets import (
     NodeOperation,
     Params,
     Target,
+    clean_targets,
     find_places,
+    find_signed,
     judge_live,
     list_options,
     list_targets,
@@ -44,6 +48,8 @@ KEEP = "keepLoaded"
 """Of a load: the node loads the model again by itself after every restart."""
 GPUS = "gpus"
 """Of a load: the GPUs that each replica takes, by their numbers on the node."""
+MEMBERS = "members"
+"""Of a load: the nodes of one replica over several, the head first: their runner ids, cluster addresses and GPUs."""
 RELOAD_FAILED = "node.reload-failed"
 _AS_SET_UP = "as the node is set up"
 _MAY_FINISH = "they may finish within the node's own limit"
@@ -61,13 +67,18 @@ class ModelLoad(NodeOperation):
         "gpuMemoryBudgetMB": Field("number"),
         "evictModel": Field("text"),
         GPUS: Field("numbers"),
+        MEMBERS: Field("members"),
         "overrides": Field("object"),
         KEEP: Field("truth"),
     }
 
     def clean(self, targets: Sequence[str], params: Params) -> Request:
-        """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that cannot keep a model."""
+        """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that cannot keep a model, or
+        cannot be in a replica with others.
+        """
         request = super().clean(targets, params)
+        if MEMBERS in request.params:
+            return _clean_members(request)
         if _is_kept(request.params):
             why = (
                 "keep a model loaded: the runner there is of an older version, works at level L0, or is called over HTTP. "
@@ -80,6 +91,10 @@ class ModelLoad(NodeOperation):
         cleaned = super().clean_params(params)
         # Left out where it is false: so statements without it stay what they were, and runners that do not know it take them.
         return cleaned if _is_kept(cleaned) else {name: value for name, value in cleaned.items() if name != KEEP}
+
+    def is_joint(self, params: Params) -> bool:
+        """Return whether it is one replica over all the nodes."""
+        return MEMBERS in params
 
     def find_undone(self, op_id: uuid.UUID) -> Sequence[Undone]:
         """Return which models this operation has loaded that are not loaded any more."""
@@ -105,8 +120,10 @@ class ModelLoad(NodeOperation):
             {"name": "gpuMemoryBudgetMB", "label": "GPU memory that it may take, in MiB", "kind": "number", "min": 1,
              "help": "Empty: what it needs."},
             {"name": "quantization", "label": "Quantization", "help": "Empty: as the node is set up."},
-            {"name": GPUS, "label": "GPUs", "kind": "json",
+            {"name": GPUS, "label": "GPUs", "kind": "list",
              "help": "Their numbers on the node, such as [0, 1]: one replica takes them all. Empty: as the node is set up."},
+            {"name": MEMBERS, "label": "One replica over all these nodes", "kind": "list",
+             "help": 'vLLM on Ray, the head first: [{"node": "gpu1", "gpus": [0, 1]}, {"node": "gpu2", "gpus": [0, 1]}].'},
             {"name": "overrides", "label": "Settings of the engine", "kind": "json",
              "help": 'A JSON object, such as {"n_gpu_layers": 20}. Whole numbers only.'},
         ]  # fmt: skip
@@ -114,7 +131,8 @@ class ModelLoad(NodeOperation):
         return offer(targets, is_remote=True, params=[model, keep, evict, *rare])
 
     def write_sentence(self, params: Params) -> str:
-        return f"Load {params.get('modelId')} on"
+        what = " as one replica" if self.is_joint(params) else ""
+        return f"Load {params.get('modelId')}{what} on"
 
     def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
         labels = {
@@ -147,13 +165,11 @@ class ModelLoad(NodeOperation):
         elif isinstance(evicted, str):
             yield Impact(CAUTION, f"{evicted} is unloaded from {name} first.")
             yield from judge_live(target, evicted, verb=_MAY_FINISH)
-        yield from _judge_gpus(target, params)
+        gpus, parts = _list_named(params, signed), _count_parts(params)
+        yield from _judge_gpus(target, gpus)
         explain_misfit: Callable[..., str] = import_string(settings.NODE_MODEL_FIT)  # it lives above this app
-        gpus = _list_named(params)
         quantization = str(params.get("quantization") or "")
-        if why := explain_misfit(
-            model, node_id=target.node.pk, quantization=quantization, gpus=gpus, parts=max(1, len(gpus))
-        ):  # fmt: skip
+        if why := explain_misfit(model, node_id=target.node.pk, quantization=quantization, gpus=gpus, parts=parts):
             which = f"GPU {' and '.join(map(str, gpus))}" if gpus else "No GPU"
             yield Impact(DANGER, f"{which} of {name} {'cannot' if gpus else 'can'} run {model}: {why}.")
         yield self._judge_memory(target, params, signed)
@@ -163,7 +179,7 @@ class ModelLoad(NodeOperation):
         if memory is None:
             return Impact(CAUTION, f"{name} does not say how much memory it has.")
         freed = sum(replica.memory_mb or 0 for replica in target.said.loaded if replica.model == params.get("evictModel"))
-        free = _free_on(target, _list_named(params), memory.total_mb - memory.used_mb) + freed
+        free = _free_on(target, _list_named(params, signed), memory.total_mb - memory.used_mb) + freed
         replicas = (*target.said.loaded, *target.said.changing)
         needed = max((replica.memory_mb or 0 for replica in replicas if replica.model == model), default=0)
         if not needed and (run := last_run(self.name, target=signed, params=params)) is not None:
@@ -203,8 +219,12 @@ class ModelUnload(NodeOperation):
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
         model = str(params.get("modelId"))
+        spanning = next((one for one in target.said.spanning if one.model == model and one.state != "failed"), None)
+        if spanning is not None:
+            yield Impact(CAUTION, f"The replica ends on all of its nodes: {', '.join(spanning.members)}.")
         if model not in target.loaded:
-            yield Impact(CAUTION, f"{model} is not loaded on {target.node.name}.")
+            if spanning is None:
+                yield Impact(CAUTION, f"{model} is not loaded on {target.node.name}.")
         else:
             yield from judge_live(target, model, verb="they are cut off" if params.get("force") is True else _MAY_FINISH)
 
@@ -255,20 +275,76 @@ def _is_kept(params: Params) -> bool:
     return params.get(KEEP) is True
 
 
-def _list_named(params: Params) -> list[int]:
-    named = params.get(GPUS)
+def _clean_members(request: Request) -> Request:
+    """Return a load over several nodes as it is signed: every node with its address and GPUs, the head first.
+
+    Raises InvalidProposal.
+    """
+    params = dict(request.params)
+    given = [entry for entry in _list_members(params) if isinstance(entry, Mapping)]
+    if _is_kept(params) or GPUS in params:
+        raise InvalidProposal(f"{MEMBERS} cannot go together with {KEEP} and {GPUS}; leave those out.", param=MEMBERS)
+    order = clean_targets([str(entry["node"]) for entry in given], is_remote=True)
+    if len(order) < len(given) or len(order) < 2 or set(order) != set(request.targets):
+        raise InvalidProposal(f"{MEMBERS} must name the nodes of the request, two or more, each once.", param=MEMBERS)
+    if len({len(list(entry["gpus"])) for entry in given}) > 1:
+        raise InvalidProposal(f"{MEMBERS} must name as many GPUs on each node as on the others.", param=MEMBERS)
+    why = (
+        "be in a replica with other nodes: start it with --cluster-address HOST:PORT, an address in a network that only these "
+        "nodes reach."
+    )
+    refuse_unable(order, lambda node: bool(node.cluster_address) and node.op_level == "L2", why=why, param=MEMBERS)
+    nodes = [node for text in order if (node := find_signed(text)) is not None]
+    params[MEMBERS] = [
+        {"node": node.runner_id, "address": node.cluster_address, "gpus": list(entry["gpus"])}
+        for node, entry in zip(nodes, given, strict=True)
+    ]
+    return Request(order, params)
+
+
+def _list_members(params: Params) -> list[Mapping[str, Any]]:  # Any: JSON
+    members = params.get(MEMBERS)
+    return [entry for entry in members if isinstance(entry, Mapping)] if isinstance(members, list | tuple) else []
+
+
+def _list_named(params: Params, signed: str) -> list[int]:
+    """Return the GPUs that a load names on a node, ``signed``: the node's id as it is signed; none when it names none."""
+    own = (entry.get("gpus") for entry in _list_members(params) if entry.get("node") == signed)
+    named = params.get(GPUS, next(own, None))
     return [index for index in named if isinstance(index, int)] if isinstance(named, list | tuple) else []
 
 
+def _count_parts(params: Params) -> int:
+    """Return how many GPUs share one replica."""
+    if MEMBERS in params:
+        return max(1, sum(len(_list_named(params, str(entry.get("node")))) for entry in _list_members(params)))
+    return max(1, len(_list_named(params, "")))
+
+
 def _describe_gpus(params: Params, found: Sequence[Target]) -> Iterator[Line]:
-    """Yield the line that names every GPU of every node, with what each is today."""
-    named = _list_named(params)
+    """Yield the lines that name every GPU of every node, with what each is today."""
+    there = {target.node.runner_id: target for target in found}
+    if MEMBERS in params:
+        for place, entry in enumerate(_list_members(params)):
+            node, gpus = str(entry.get("node")), _list_named(params, str(entry.get("node")))
+            today = (
+                ", ".join(_name_gpu(there[node], index) for index in gpus) if node in there else "the node is not known here"
+            )
+            role = "Head, which serves" if place == 0 else "Lends its GPUs"
+            yield Line(role, f"{node}: GPU {', '.join(map(str, gpus))}, at {entry.get('address')}", today)
+        yield Line("Network", "Ray's ports on these nodes open to each other and to nobody else")
+        yield Line("When one node is lost", "the replica ends on all of them")
+        return
+    named = _list_named(params, "")
     if not named:
         if any(len(target.said.gpus) > 1 for target in found):
             yield Line("GPUs", _AS_SET_UP)
         return
-    today = [f"{target.node.name}: {', '.join(_name_gpu(target, index) for index in named)}" for target in found]
-    yield Line("GPUs", ", ".join(map(str, named)), "; ".join(today[: limits().nodes.listed_names]))
+    today = "; ".join(
+        f"{target.node.name}: {', '.join(_name_gpu(target, index) for index in named)}"
+        for target in found[: limits().nodes.listed_names]
+    )
+    yield Line("GPUs", ", ".join(map(str, named)), today)
 
 
 def _name_gpu(target: Target, index: int) -> str:
@@ -286,13 +362,13 @@ def _free_on(target: Target, gpus: Sequence[int], otherwise: int) -> int:
     return len(gpus) * min(free[index] for index in gpus) if gpus and free.keys() >= set(gpus) else otherwise
 
 
-def _judge_gpus(target: Target, params: Params) -> Iterator[Impact]:
+def _judge_gpus(target: Target, gpus: Sequence[int]) -> Iterator[Impact]:
     """Yield what is known of the GPUs that a load names: those that are not there, and what is on the others."""
     there = {gpu.index for gpu in target.said.gpus}
-    for index in _list_named(params):
+    for index in gpus:
         if there and index not in there:
             yield Impact(DANGER, f"{target.node.name} has no GPU {index}; the load will be refused.")
-        elif on_it := sorted({one.model for one in target.said.loaded if index in one.gpus}):
+        elif on_it := sorted({one.model for one in (*target.said.loaded, *target.said.reserved) if index in one.gpus}):
             yield Impact(CAUTION, f"GPU {index} of {target.node.name} has {', '.join(on_it)} on it.")
 
 
@@ -401,7 +477,8 @@ def _read_loads(targets: Collection[str]) -> Iterator[LastRun]:
 
 def _compare(target: Target, run: LastRun) -> LostModel | None:
     model, view, node = str(run.params.get("modelId")), target.said, target.node
-    if model in target.loaded or any(replica.model == model for replica in view.changing) or model in node.model_names:
+    is_there = model in target.loaded or model in node.model_names
+    if is_there or any(replica.model == model for replica in (*view.changing, *view.reserved)):
         return None
     failed = next((replica for replica in view.failed if replica.model == model), None)
     reason, gave_up_ms = (failed.detail, failed.gave_up_ms) if failed is not None else ("", None)

@@ -56,7 +56,7 @@ class Target:
 class Field:
     """One parameter. ``least`` and ``most`` bound a number; None = the largest of a column."""
 
-    kind: Literal["text", "number", "truth", "object", "numbers"]
+    kind: Literal["text", "number", "truth", "object", "numbers", "members"]
     is_required: bool = False
     least: int = 1
     most: int | None = None
@@ -85,7 +85,8 @@ class NodeOperation:
     def describe(self, targets: Sequence[str], params: Params) -> Description:
         """Return the request in words, each parameter beside what is so today."""
         found = [target for target in map(read_target, targets) if target is not None]
-        on = Line("On" if len(targets) == 1 else f"On {len(targets)} nodes, one after the other", ", ".join(targets))
+        how = "together" if self.is_joint(params) else "one after the other"
+        on = Line("On" if len(targets) == 1 else f"On {len(targets)} nodes, {how}", ", ".join(targets))
         names = _list_some([name_of(target) for target in targets[: limits().nodes.listed_names]], count=len(targets))
         return Description(f"{self.write_sentence(params)} {names}", [on, *self.write_lines(params, found)])
 
@@ -121,6 +122,19 @@ class NodeOperation:
         if node.reach == Reach.DIRECT.value and node.agent_session is None:
             schedule_call(order.run_id)
         return Sent(node.pk)
+
+    def is_joint(self, params: Params) -> bool:
+        """Return whether the nodes carry it out together, all or none."""
+        del params
+        return False
+
+    def explain_wait(self, targets: Sequence[str]) -> str:
+        """Return why one of these nodes cannot be told now; "" = all can."""
+        for text in targets:
+            node = find_signed(text)
+            if problem := "it is not known here" if node is None else explain_unready(node) or _explain_absence(node):
+                return f"all nodes must be there: {problem}"
+        return ""
 
     def write_sentence(self, params: Params) -> str:
         """Return what is asked for, up to the names of the nodes."""
@@ -281,16 +295,33 @@ def _check_value(name: str, value: object, field: Field) -> None:
                 raise InvalidProposal(f"{name} must be true or false.", param=name)
         case "numbers":
             _refuse_floats(name, value)
-            numbers = list(value) if isinstance(value, list | tuple) else []
-            is_number = all(type(one) is int and 0 <= one < bounds.report_gpus for one in numbers)
-            if not numbers or not is_number or len(set(numbers)) < len(numbers):
-                raise InvalidProposal(
-                    f"{name} must be a list of numbers from 0 to {bounds.report_gpus - 1}, each once.", param=name
-                )
+            _check_numbers(name, value)
+        case "members":
+            _check_members(name, value)
         case "object":
             if not isinstance(value, Mapping) or len(value) > bounds.operation_overrides:
                 raise InvalidProposal(f"{name} must be an object of at most {bounds.operation_overrides} members.", param=name)
             _refuse_floats(name, value)
+
+
+_MEMBER = {"node", "gpus", "address"}
+
+
+def _check_members(name: str, value: object) -> None:
+    for entry in value if isinstance(value, list | tuple) else [None]:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("node"), str) or entry.keys() - _MEMBER:
+            raise InvalidProposal(
+                f'{name} must be a list of nodes with their GPUs, such as {{"node": "gpu1", "gpus": [0, 1]}}.', param=name
+            )
+        _check_numbers(f"{name}.gpus", entry.get("gpus"))
+
+
+def _check_numbers(name: str, value: object) -> None:
+    most = limits().nodes.report_gpus - 1
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    is_number = all(type(one) is int and 0 <= one <= most for one in numbers)
+    if not numbers or not is_number or len(set(numbers)) < len(numbers):
+        raise InvalidProposal(f"{name} must be a list of numbers from 0 to {most}, each once.", param=name.partition(".")[0])
 
 
 def _refuse_floats(name: str, value: object) -> None:

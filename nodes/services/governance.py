@@ -98,7 +98,10 @@ def _is_news(node: Node, said: NodeGovernance, keys: dict[str, bytes], *, heard_
 
 
 def _columns_of(said: NodeGovernance) -> dict[str, object]:
-    same = ("runner_id", "policy_version", "policy_sha256", "policy_error", "witness_size", "keeps_models", "reloads_settings")
+    same = (
+        *("runner_id", "policy_version", "policy_sha256", "policy_error", "witness_size", "keeps_models", "reloads_settings"),
+        "cluster_address",
+    )
     return {"op_level": said.level, "box_key": said.public_key, **{name: getattr(said, name) for name in same}}
 
 

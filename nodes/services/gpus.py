@@ -19,7 +19,7 @@ from nodes.models import Gpu, Node, NodePresence, ProviderState, clock_of, prese
 from nodes.reports import read_replicas, read_stored
 from nodes.services.availability import judge_status
 from nodes.services.telemetry import guess_gpus
-from wire.bridge import CPU, GpuInfo
+from wire.bridge import CPU, RESERVED, GpuInfo
 from wire.contract import NodeStatus
 
 logger = logging.getLogger("muster.nodes")
@@ -229,11 +229,14 @@ def list_gpus(*, node_id: uuid.UUID | None = None, with_gone: bool = False) -> Q
 
 
 def list_models(gpu: Gpu) -> list[str]:
-    """Return the models that are loaded on a GPU: those of its node, less those that the node says are on others."""
+    """Return the models that are on a GPU: those that its node has loaded, less those that it says are on others, and those
+    for whose replica on another node it is reserved.
+    """
     replicas = read_replicas(presence_of(gpu.node).replicas)
-    here = {replica.model for replica in replicas if not replica.gpus or gpu.index in replica.gpus}
-    elsewhere = {replica.model for replica in replicas} - here
-    return [name for name in gpu.node.model_names if name not in elsewhere]
+    here = [replica for replica in replicas if not replica.gpus or gpu.index in replica.gpus]
+    elsewhere = {replica.model for replica in replicas} - {replica.model for replica in here}
+    reserved = dict.fromkeys(replica.model for replica in here if replica.state == RESERVED)
+    return [*(name for name in gpu.node.model_names if name not in elsewhere), *reserved]
 
 
 @dataclass(frozen=True, slots=True)

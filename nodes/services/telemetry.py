@@ -14,11 +14,11 @@ from core.limits import limits
 from nodes.models import Node, NodePresence, ProviderState, clock_of, heartbeat_age_s, presence_of, with_clock
 from nodes.reports import read_replicas, read_stored
 from nodes.states import Freshness, judge_freshness
-from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
+from wire.bridge import RESERVED, GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
 
 _LOADED, _FAILED = "loaded", "failed"
 _CHANGING = ("loading", "unloading")
-_STATES = (_LOADED, *_CHANGING, _FAILED)
+_STATES = (_LOADED, RESERVED, *_CHANGING, _FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class MemoryBar:
 class NodeTelemetry:
     """Everything the page of a node shows of its models and memory. ``age_s``: since it was heard; None = never.
 
+    ``reserved``: parts of replicas that other nodes serve; ``spanning``: whatever belongs to a replica over several nodes.
     ``facts``: the members of ``ModelFacts`` by name, some of them as the page says them.
     """
 
@@ -54,6 +55,8 @@ class NodeTelemetry:
     loaded: tuple[ReplicaInfo, ...]
     changing: tuple[ReplicaInfo, ...]
     failed: tuple[ReplicaInfo, ...]
+    reserved: tuple[ReplicaInfo, ...]
+    spanning: tuple[ReplicaInfo, ...]
     available: tuple[str, ...]
     available_beyond: int
     memory: MemoryBar | None
@@ -65,7 +68,7 @@ class NodeTelemetry:
     @property
     def says_something(self) -> bool:
         """Whether the node reports models or memory at all; bridge v1 workers do not."""
-        return bool(self.loaded or self.changing or self.failed or self.available or self.memory or self.gpus)
+        return bool(self.loaded or self.changing or self.failed or self.reserved or self.available or self.memory or self.gpus)
 
 
 def read_telemetry(node_id: uuid.UUID) -> NodeTelemetry | None:
@@ -94,6 +97,8 @@ def describe_telemetry(node: Node, *, now: datetime) -> NodeTelemetry:
         loaded=_of_state(replicas, _LOADED),
         changing=_of_state(replicas, *_CHANGING),
         failed=_of_state(replicas, _FAILED),
+        reserved=_of_state(replicas, RESERVED),
+        spanning=tuple(replica for replica in replicas if replica.members),
         available=tuple(available[: limits().nodes.shown_models]),
         available_beyond=max(0, len(available) - limits().nodes.shown_models),
         memory=draw_memory(memory, gpus),

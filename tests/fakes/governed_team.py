@@ -274,6 +274,8 @@ NAME = "model-load"
 class FakeBox:
     """Nodes named by targets. Those in ``away`` have no signer, in ``busy`` answer not now, in ``local`` do it at once.
 
+    With ``together`` among the parameters all of them carry it out together.
+
     ``sent``: every order that was taken. ``broken``: targets at which carrying out raises, as a mistake of ours would.
     ``watch`` sees an order at the moment at which it is sent.
     """
@@ -303,6 +305,12 @@ class FakeBox:
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
         del targets, params
         return ()
+
+    def is_joint(self, params: Mapping[str, object]) -> bool:
+        return "together" in params
+
+    def explain_wait(self, targets: Sequence[str]) -> str:
+        return ", ".join(f"{target} is away" for target in targets if target in self.away)
 
     def find_signer(self, target: str) -> Signer | None:
         return None if target in self.away else Signer("L2", "k1", b"k" * 32, target)

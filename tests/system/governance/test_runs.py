@@ -106,6 +106,48 @@ def test_a_batch_that_goes_on_after_failures_passes_a_box_that_is_away(box: Fake
     assert states_of(operation) == ["dispatched", "failed"]
 
 
+TOGETHER: dict[str, object] = {"modelId": "m", "together": True}
+
+
+def test_nodes_that_load_together_are_told_at_once_and_only_when_all_are_there(box: FakeBox, team: Team) -> None:
+    operation = team.sign(propose_load(team[0], "box-c", "box-a", "box-b", params=TOGETHER))
+    box.away = {"box-b"}
+    run_again(operation)
+    assert (states_of(operation), box.sent) == (["queued"] * 3, [])
+    assert "box-b is away" in run_of(operation).message
+    box.away = set()
+    run_again(operation)
+    assert states_of(operation) == ["dispatched"] * 3
+    for target in ("box-b", "box-c", "box-a"):  # in whatever order they end
+        assert end(operation, RunEvent.SUCCEED, target)
+    assert (states_of(operation), len(box.sent)) == (["succeeded"] * 3, 3)
+
+
+def test_one_of_those_that_load_together_that_fails_keeps_the_others_from_being_told(box: FakeBox, team: Team) -> None:
+    operation = team.sign(propose_load(team[0], "box-c", "box-a", "box-b", params=TOGETHER, stops_on_failure=False))
+    # The worker dies over the second and third; by the time another looks the first has waited in vain.
+    box.broken = {"box-a", "box-b"}
+    with pytest.raises(LookupError):
+        run_again(operation)
+    assert states_of(operation) == ["dispatched", "queued", "queued"]
+    assert end(operation, RunEvent.FAIL, "box-c")
+    box.broken = set()
+    run_again(operation)
+    assert states_of(operation) == ["failed", "skipped", "skipped"]
+    assert [order.target for order in box.sent] == ["box-c"]
+
+
+def test_those_of_a_joint_load_that_were_told_end_by_themselves(box: FakeBox, team: Team) -> None:
+    operation = team.sign(propose_load(team[0], "box-c", "box-a", "box-b", params=TOGETHER))
+    run_again(operation)
+    assert end(operation, RunEvent.FAIL, "box-a")
+    run_again(operation)
+    assert states_of(operation) == ["dispatched", "failed", "dispatched"], "nothing is said for them"
+    assert end(operation, RunEvent.FAIL, "box-b")
+    assert end(operation, RunEvent.FAIL, "box-c")
+    assert (states_of(operation), len(box.sent)) == (["failed"] * 3, 3)
+
+
 @pytest.mark.parametrize("signed", [True, False], ids=["stops", "goes on"])
 def test_what_was_signed_decides_what_a_failure_stops_whatever_the_row_says(box: FakeBox, team: Team, signed: bool) -> None:
     operation, other = (team.sign(propose_load(team[0], "box-a", "box-b", stops_on_failure=signed)) for _ in range(2))

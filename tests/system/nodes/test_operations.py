@@ -182,6 +182,68 @@ def test_a_load_names_every_gpu_that_it_takes_and_fits_by_the_fullest_of_them(ri
         assert caught.value.param == "gpus"
 
 
+MEMBERS = [{"node": "head", "gpus": [0, 1]}, {"node": "helper", "gpus": [2, 3]}]
+
+
+@pytest.fixture
+def pair() -> list[Node]:
+    """Two nodes that can be in a replica together."""
+    return [make_box(Identity(name), cluster_address=f"10.0.0.{n}:8070") for n, name in enumerate(("head", "helper"), start=1)]
+
+
+def test_a_load_over_several_nodes_is_signed_with_every_node_its_address_and_its_gpus(pair: list[Node]) -> None:
+    gpus = [{"index": n, "name": "L4", "memory_total_mb": 24_000, "memory_used_mb": 0} for n in range(4)]
+    NodePresence.objects.update(gpus=gpus, memory={"total_mb": 96_000, "used_mb": 0})
+    ids = [node.runner_id for node in pair]
+    request = MODEL_LOAD.clean(["helper", "head"], {"modelId": "m", "members": MEMBERS})
+    assert request.targets == tuple(ids), "the head first, whatever the order of the targets"
+    signed = [
+        {"node": runner_id, "address": address, "gpus": gpus}
+        for runner_id, address, gpus in zip(ids, ("10.0.0.1:8070", "10.0.0.2:8070"), ([0, 1], [2, 3]), strict=True)
+    ]
+    assert request.params == {"modelId": "m", "members": signed}
+    assert MODEL_LOAD.clean(request.targets, request.params) == request, "what was signed can be asked for again"
+    found = MODEL_LOAD.describe(request.targets, request.params)
+    assert found.title == "Load m as one replica on head, helper"
+    lines = {line.label: (line.value, line.now) for line in found.lines}
+    assert lines["On 2 nodes, together"][0] == ", ".join(ids)
+    assert lines["Head, which serves"] == (f"{ids[0]}: GPU 0, 1, at 10.0.0.1:8070", "0 is L4, 1 is L4")
+    assert lines["Lends its GPUs"] == (f"{ids[1]}: GPU 2, 3, at 10.0.0.2:8070", "2 is L4, 3 is L4")
+    assert "nobody else" in lines["Network"][0]
+    held = [{"model": "other", "state": "reserved", "gpus": [2]}]
+    NodePresence.objects.filter(node=pair[1]).update(replicas=held)
+    assert "caution: GPU 2 of helper has other on it." in texts(MODEL_LOAD, *ids, params=dict(request.params))
+    NodePresence.objects.filter(node=pair[1]).update(
+        replicas=[{"model": "m", "state": "reserved", "gpus": [2, 3], "replica_id": "op_1.1", "members": ids}]
+    )
+    said = texts(MODEL_UNLOAD, ids[1], params={"modelId": "m"})
+    assert f"caution: The replica ends on all of its nodes: {', '.join(ids)}." in said
+    assert (MODEL_LOAD.is_joint(request.params), MODEL_LOAD.explain_wait(ids)) == (True, "")
+    NodePresence.objects.filter(node=pair[1]).update(last_heartbeat_at=timezone.now() - timedelta(days=1))
+    assert "helper is offline" in MODEL_LOAD.explain_wait(ids)
+
+
+def test_a_load_over_several_nodes_that_cannot_be_is_refused_before_anybody_signs(
+    pair: list[Node], rig: Identity, box: Node
+) -> None:
+    other = {"node": "rig", "gpus": [0, 1]}
+    cases: list[tuple[list[str], object, dict[str, object], str]] = [
+        (["head"], MEMBERS, {}, "must name the nodes of the request"), (["head"], MEMBERS[:1], {}, "two or more"),
+        (["head", "helper"], [*MEMBERS, MEMBERS[0]], {}, "each once"),
+        (["head", "helper"], [MEMBERS[0], {"node": "helper", "gpus": [2]}], {}, "as many GPUs on each"),
+        (["head", "rig"], [MEMBERS[0], other], {}, r"rig has not said that it can be in a replica .* --cluster-address"),
+        (["head", "helper"], MEMBERS, {"keepLoaded": True}, "leave those out"),
+        (["head", "helper"], MEMBERS, {"gpus": [0]}, "leave those out"),
+        (["head", "helper"], "head", {}, "a list of nodes with their GPUs"),
+        (["head", "helper"], [{"node": "head", "gpus": [0], "role": "x"}], {}, "a list of nodes with their GPUs"),
+        (["head", "helper"], [{"node": "head", "gpus": []}], {}, "members.gpus must be a list"),
+    ]  # fmt: skip
+    for targets, members, more, words in cases:
+        with pytest.raises(InvalidProposal, match=words) as caught:
+            MODEL_LOAD.clean(targets, {"modelId": "m", "members": members, **more})
+        assert caught.value.param == "members"
+
+
 def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: Node, settings: Settings) -> None:
     for number, tenant in enumerate(["a", "b", "b"]):
         RequestRecord.objects.create(
