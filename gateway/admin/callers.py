@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import ClassVar
@@ -122,25 +123,34 @@ class BudgetsForm(forms.Form):
     )
 
 
-BUDGETS_EXPLANATION = (
-    "Takes effect within seconds, for requests that arrive from then on. All gateways count together. "
-    "A higher hard budget needs approval once there is a policy; a new one does not."
-)
+def _set_budgets(holder: ApiKey | Tenant, actor: str, values: Values) -> str:
+    if isinstance(holder, Tenant):
+        change_tenant_budgets(name=holder.name, budgets=values["budgets"], actor=actor)
+    else:
+        change_key_budgets(key_id=holder.pk, budgets=values["budgets"], actor=actor)
+    return f"Changed the budgets of {holder.name}."
 
 
-def _budget_key(key: ApiKey, actor: str, values: Values) -> str:
-    change_key_budgets(key_id=key.pk, budgets=values["budgets"], actor=actor)
-    return f"Changed the budgets of {key.name}."
-
-
-def _budget_tenant(tenant: Tenant, actor: str, values: Values) -> str:
-    change_tenant_budgets(name=tenant.name, budgets=values["budgets"], actor=actor)
-    return f"Changed the budgets of {tenant.name}."
+def _offer_budgets(holder: ApiKey | Tenant, values: Values) -> Offer:
+    target = f"tenant:{holder.name}" if isinstance(holder, Tenant) else f"key:{holder.pk}"
+    return Offer(operation="limit-raise", target=target, params=_list_more(holder, values["budgets"]))
 
 
 def _list_more(holder: ApiKey | Tenant, budgets: list[Budget]) -> dict[str, object]:
     today = hard_budgets(holder)
     return {one.kind.value: one.amount for one in budgets if one.is_hard and one.amount > today.get(one.kind, one.amount)}
+
+
+CHANGE_BUDGETS = RowChange(
+    name="budgets",
+    label="Change budgets",
+    explanation="Takes effect within seconds, for requests that arrive from then on. All gateways count together. "
+    "A higher hard budget needs approval once there is a policy; a new one does not.",
+    run=_set_budgets,
+    form=BudgetsForm,
+    find_offer=_offer_budgets,
+    read_initial=lambda holder: {"budgets": read_budgets(holder)},
+)
 
 
 KEY_RATE_HELP = "Empty: the tenant's limit, else the installation's default."
@@ -266,18 +276,7 @@ class ApiKeyAdmin(CreatingAdmin):
                 "priority": key.priority,
             },
         ),
-        RowChange(
-            name="budgets",
-            label="Change budgets",
-            explanation=BUDGETS_EXPLANATION,
-            run=_budget_key,
-            is_offered=_is_usable,
-            form=BudgetsForm,
-            find_offer=lambda key, values: Offer(
-                operation="limit-raise", target=f"key:{key.pk}", params=_list_more(key, values["budgets"])
-            ),
-            read_initial=lambda key: {"budgets": read_budgets(key)},
-        ),
+        replace(CHANGE_BUDGETS, is_offered=_is_usable),
         RowChange(
             name="revoke",
             label="Revoke",
@@ -454,17 +453,7 @@ class TenantAdmin(CreatingAdmin):
             find_offer=_offer_tenant_raise,
             read_initial=lambda tenant: {"requests_per_minute": tenant.requests_per_minute},
         ),
-        RowChange(
-            name="budgets",
-            label="Change budgets",
-            explanation=BUDGETS_EXPLANATION,
-            run=_budget_tenant,
-            form=BudgetsForm,
-            find_offer=lambda tenant, values: Offer(
-                operation="limit-raise", target=f"tenant:{tenant.name}", params=_list_more(tenant, values["budgets"])
-            ),
-            read_initial=lambda tenant: {"budgets": read_budgets(tenant)},
-        ),
+        CHANGE_BUDGETS,
         RowChange(
             name="weight",
             label="Change weight",

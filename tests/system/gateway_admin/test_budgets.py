@@ -101,6 +101,12 @@ def test_an_approved_raise_changes_the_amount_and_nothing_else(key: ApiKey) -> N
     assert read_budgets(key.tenant) == (Budget(DAY, 20),)
 
 
+def test_a_cached_token_costs_no_more_than_another_one() -> None:
+    allow_model(name="m", actor=ACTOR)
+    with pytest.raises(InvalidValue, match="cached_price must not be above input_price"):
+        change_model_prices(name="m", input_price=Decimal(1), cached_price=Decimal(2), output_price=Decimal(1), actor=ACTOR)
+
+
 def test_a_page_says_budgets_one_to_a_line() -> None:
     field = BudgetsField()
     text = "tokens_per_day 1000 soft\ncost_per_month 12.5"
