@@ -11,13 +11,10 @@ from django.shortcuts import render
 
 from governance.errors import NotPermitted
 from governance.signin import keep_session, may_act
-from governance.web.pages import STRICT_PATHS, STRICT_POLICY, refuse, with_strict_policy
+from governance.web.pages import ADMIN_POLICY, POLICY, STRICT_PATHS, STRICT_POLICY, refuse, with_strict_policy
 from wire import clock
 
-POLICY = STRICT_POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'; font-src 'self'")
 ADMIN_PATH = "/admin/"
-ADMIN_POLICY = POLICY.replace("script-src 'self'", "script-src 'self' 'unsafe-eval'")
-"""For the admin alone: Alpine, which its skin is built on, compiles its expressions. No inline script runs there either."""
 OFFLINE_PAGE = f"{settings.STATIC_URL}governance/offline.html"
 OFFLINE_POLICY = "frame-ancestors 'none'"
 """That page is one file that is also opened from a disk: it brings the rest of its policy itself, with hashes."""

@@ -875,6 +875,7 @@ class ConsoleLimits:
     playground_key_s: float = bound(3_600.0, "s", "A key that the playground lends expires.")
     # A request that waits in a queue still needs it.
     playground_key_reserve_s: int = bound(60, "s", "A key with less time left is replaced.")
+    playground_nodes: int = bound(100, "nodes", "The playground takes no tickets for further nodes.")
     playground_answers: int = bound(32, "answers", "A further answer of one process is refused.")
     playground_answer_bytes: int = bound(64 * MIB, "bytes", "A longer answer is cut.")
     playground_chunks: int = bound(16, "chunks", "With so many chunks waiting for a browser the gateway is not read.")

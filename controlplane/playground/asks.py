@@ -203,6 +203,19 @@ def build_body(ask: Ask, place_image: Callable[[str, Image], object] = lambda pr
     return body
 
 
+def build_wish(ask: Ask) -> Json:
+    """Return the body that asks for a ticket for the same."""
+    body = build_body(ask)
+    most = body.get("max_tokens", body.get("max_output_tokens"))
+    return {
+        "model": ask.model,
+        "dialects": [ask.surface.name],
+        "prompt_tokens_est": (len(ask.system) + len(ask.prompt)) // limits().gateway.token_chars,
+        **({"max_tokens": most} if most is not None else {}),
+        **({"x_pool_options": body["x_pool_options"]} if ask.pool_options else {}),
+    }
+
+
 def _build_chat(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
     content: object = ask.prompt
     if ask.image is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from controlplane.playground.asks import (
     IMAGE_TYPES,
     PRIORITIES,
     SURFACES,
+    Ask,
     AskRefused,
     AskTooLarge,
     NotAllowed,
@@ -28,6 +30,7 @@ from controlplane.playground.asks import (
     SignedOut,
     SurfaceName,
     build_body,
+    build_wish,
     read_ask,
 )
 from controlplane.playground.keys import lend_key, may_lend, may_play, may_see_records
@@ -40,8 +43,10 @@ from gateway.services.explanations import explain_waits
 from gateway.services.models import list_offers
 from gateway.services.requests import find_request
 from gateway.services.tenants import list_tenants
-from governance.web.pages import describe_refusal, refuse, script_answer
+from gateway.values import TICKETS_PATH
+from governance.web.pages import ADMIN_POLICY, describe_refusal, refuse, script_answer
 from nodes.services.availability import read_fleet
+from nodes.services.tickets import list_ticket_origins
 from wire.ids import parse_id
 
 DEFAULT_TENANT = "default"
@@ -56,7 +61,7 @@ def show_playground(request: HttpRequest) -> HttpResponse:
     """Show the form. It works without a gateway; only sending needs one."""
     if not may_play(request):
         raise PermissionDenied
-    offers, fleet = list_offers(), read_fleet()
+    offers, fleet, origins = list_offers(), read_fleet(), list_ticket_origins(limits().console.playground_nodes)
     served = fleet.served_models
     tenants = [tenant.name for tenant in list_tenants() if tenant.is_active]
     context: dict[str, Any] = {  # Any: Django's template context
@@ -73,8 +78,11 @@ def show_playground(request: HttpRequest) -> HttpResponse:
         "priorities": PRIORITIES,
         "image_types": ",".join(IMAGE_TYPES),
         "max_image_bytes": limits().console.playground_image_bytes,
+        "has_ticket_nodes": bool(origins),
     }
-    return TemplateResponse(request, "admin/muster/playground.html", context)
+    policy = ADMIN_POLICY.replace("connect-src 'self'", " ".join(["connect-src 'self'", *origins]))
+    headers = {"Content-Security-Policy": policy}
+    return TemplateResponse(request, "admin/muster/playground.html", context, headers=headers)
 
 
 def choose_model(names: Sequence[str], *, free: Collection[str], served: Collection[str]) -> str:
@@ -113,14 +121,40 @@ def show_code(request: HttpRequest) -> HttpResponse:
 async def send(request: HttpRequest) -> HttpResponse | StreamingHttpResponse:
     """Ask the gateway, and stream what it says to the page as it comes. When the page leaves, the request is cancelled."""
     try:
-        call, may_see = await database_sync_to_async(_prepare, thread_sensitive=False)(request)
-        relay = Relay(call)
+        asked = await database_sync_to_async(_prepare, thread_sensitive=False)(request)
+        relay = Relay(Call(path=asked.ask.surface.path, body=_encode(build_body(asked.ask)), headers=asked.headers))
         head = await relay.head()
     except (PlaygroundError, ServiceError) as refusal:
         return refuse(refusal)
-    record = find_record_url(head.headers.get("x-request-id", "")) if may_see else ""
+    record = asked.find_record(head.headers.get("x-request-id", ""))
     headers = {**head.headers, **_STREAM_HEADERS, **({"x-playground-record": record} if record else {})}
     return StreamingHttpResponse(relay, status=head.status, headers=headers)
+
+
+@require_POST
+async def ask_ticket(request: HttpRequest) -> HttpResponse:
+    """Ask the gateway for a ticket, and answer what the page then sends to the node, and where; or that it is to be relayed."""
+    try:
+        asked = await database_sync_to_async(_prepare, thread_sensitive=False)(request)
+        relay = Relay(Call(path=TICKETS_PATH, body=_encode(build_wish(asked.ask)), headers=asked.headers))
+        head = await relay.head()
+        said = b"".join([chunk async for chunk in relay])
+    except (PlaygroundError, ServiceError) as refusal:
+        return refuse(refusal)
+    headers = {**head.headers, **_STREAM_HEADERS}
+    if head.status != HTTPStatus.CREATED:
+        return HttpResponse(said, status=head.status, headers=headers)
+    given = msgspec.json.decode(said)
+    printed = head.headers.get("x-request-id", "")
+    answer = {
+        "url": given["base_url"] + asked.ask.surface.path.removeprefix("/v1"),
+        "ticket": given["ticket"],
+        "body": {**build_body(replace(asked.ask, pool_options={})), "model": given["model"]},
+        "model": given["model"],
+        "request": printed,
+        "record": asked.find_record(printed),
+    }
+    return HttpResponse(_encode(answer), headers=headers)
 
 
 @require_safe
@@ -156,8 +190,20 @@ def find_record_url(printed_id: str) -> str:
     return reverse("admin:gateway_requestrecord_change", args=[record_id]) if record_id is not None else ""
 
 
-def _prepare(request: HttpRequest) -> tuple[Call, bool]:
-    """Return what to ask and whether the person may see its record; runs in a thread. Raises PlaygroundError, ServiceError."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a person asks. ``headers`` hold the key; ``may_see``: whether that person may look at records."""
+
+    ask: Ask
+    headers: dict[str, str] = field(repr=False)
+    may_see: bool
+
+    def find_record(self, printed_id: str) -> str:
+        return find_record_url(printed_id) if self.may_see else ""
+
+
+def _prepare(request: HttpRequest) -> _Asked:
+    """Return what to ask; runs in a thread. Raises PlaygroundError, ServiceError."""
     _require_player(request)
     ask = read_ask(_read_form(request))
     if may_lend(request):
@@ -172,7 +218,7 @@ def _prepare(request: HttpRequest) -> tuple[Call, bool]:
     if ask.surface.name is SurfaceName.MESSAGES:
         headers["anthropic-version"] = ANTHROPIC_VERSION
     headers["user-agent"] = "muster-playground"
-    return Call(path=ask.surface.path, body=_encode(build_body(ask)), headers=headers), may_see_records(request)
+    return _Asked(ask, headers, may_see_records(request))
 
 
 def _require_player(request: HttpRequest) -> None:
@@ -199,6 +245,7 @@ app_name = "playground"
 urlpatterns = [
     path("", admin.site.admin_view(show_playground), name="page"),
     path("send", send, name="send"),
+    path("ticket", ask_ticket, name="ticket"),
     path("code", show_code, name="code"),
     path("facts", show_facts, name="facts"),
     path("wait", show_wait, name="wait"),

@@ -43,6 +43,9 @@ STRICT_POLICY = "; ".join(
     )
 )
 """No inline script, no inline style, nothing of anybody else: what is read there is signed there."""
+POLICY = STRICT_POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'; font-src 'self'")
+ADMIN_POLICY = POLICY.replace("script-src 'self'", "script-src 'self' 'unsafe-eval'")
+"""For the admin alone: Alpine, which its skin is built on, compiles its expressions. No inline script runs there either."""
 STRICT_PATHS = ("/approvals/", "/sign-in/")
 """Where people sign in and sign: every answer is held to the policy, also errors that no view of ours made."""
 

@@ -7,6 +7,7 @@ verifies for ``ticket_overlap_s`` after it was replaced, which is longer than a 
 from __future__ import annotations
 
 import base64
+import re
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -21,13 +22,14 @@ from core.limits import limits
 from governance.audit import record_event
 from nodes.addresses import PARAM, resolve_direct_target
 from nodes.errors import NodeError
-from nodes.models import Node, TicketKey, read_clock
+from nodes.models import Node, ProviderState, TicketKey, read_clock
 from wire import bridge, clock, ticket
 from wire.credentials import derive_cipher
 from wire.ids import new_uuid7
 
 UNCHECKED = "was not looked at yet"
 """The ``ticket_error`` of a URL that a node has just named."""
+_ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?=/|\Z)")
 _LOCK = 0x6D73_746B
 """Key of an advisory lock: of two that find no key, the second one finds that of the first."""
 
@@ -148,6 +150,14 @@ def store_ticket_refusal(*, node_id: uuid.UUID, url: str, error: str) -> None:
     changed = Node.objects.filter(pk=node_id, ticket_url=url).exclude(ticket_error=error)
     if changed.update(ticket_error=error, updated_at=clock.now()):
         publish_hint("nodes", str(node_id))
+
+
+def list_ticket_origins(most: int) -> list[str]:
+    """Return the origins (scheme, host and port) at which clients with tickets reach nodes, each once, ``most`` at most."""
+    nodes = Node.objects.filter(ticket_error="", provider__state=ProviderState.ENABLED).exclude(ticket_url="")
+    urls = nodes.order_by("-presence__last_heartbeat_at").values_list("ticket_url", flat=True)[:most]
+    found = (_ORIGIN.match(url) for url in urls)  # what a node names ends up in a header
+    return sorted({origin[0] for origin in found if origin is not None})
 
 
 def _lock() -> None:

@@ -124,11 +124,11 @@ def serve_control(log: Path, *options: str, env: Mapping[str, str] | None = None
 
 
 @contextmanager
-def serve_gateway(log: Path, *, port: int = 0) -> Iterator[ServerProcess]:
+def serve_gateway(log: Path, *, port: int = 0, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
     """Run a gateway on the database of the tests, on a port that is free unless one is given."""
     port = port or free_port()
     argv = ["-m", "controlplane.serve_gateway", "--port", str(port)]
-    with serve(argv, port=port, log=log, env={"DATABASE_URL": database_url_of_tests()}) as server:
+    with serve(argv, port=port, log=log, env={"DATABASE_URL": database_url_of_tests(), **(env or {})}) as server:
         yield server
 
 

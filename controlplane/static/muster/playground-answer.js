@@ -105,6 +105,8 @@ class Run {
     #isOver = false;
     #record = "";
     #requestId = "";
+    #given = null; // what the node was asked with
+    #whyRelayed = "";
 
     constructor(fields, signal) {
         this.fields = fields;
@@ -114,23 +116,68 @@ class Run {
 
     async go() {
         try {
-            const response = await post(root.dataset.send, this.fields, this.signal);
+            const response = (this.fields.ticket && (await this.#askNode())) || (await this.#askGateway());
             this.#readHead(response);
-            const isStream = response.headers.get("content-type") === "text/event-stream";
+            const isStream = response.headers.get("content-type")?.startsWith("text/event-stream");
             await (isStream ? this.#readStream(response) : this.#readWhole(response));
         } catch (error) {
             if (!this.signal.aborted) {
-                showProblem("The connection to the control plane broke off.", `Check the network, then send again (${error.name}).`);
+                const where = this.#given === null ? "control plane" : "node";
+                showProblem(`The connection to the ${where} broke off.`, `Check the network, then send again (${error.name}).`);
             }
         }
         this.#paint();
         this.#finish();
     }
 
+    #askGateway() {
+        setFact("way", this.#whyRelayed === "" ? "the gateway" : `the gateway, because ${this.#whyRelayed}`);
+        return post(root.dataset.send, this.fields, this.signal);
+    }
+
+    // Returns the answer of a node that was asked with a ticket, or a refusal; null where the gateway is to be asked.
+    async #askNode() {
+        const response = await post(root.dataset.ticket, this.fields, this.signal);
+        if (!response.ok) {
+            setFact("way", "the gateway, for a ticket");
+            return response;
+        }
+        const given = await response.json();
+        if (given.relay) {
+            this.#whyRelayed = "no node that clients reach has the model and a free slot.";
+            return null;
+        }
+        const { host, protocol } = new URL(given.url);
+        if (protocol !== location.protocol && location.protocol === "https:") {
+            this.#whyRelayed = `browsers let no page of https ask ${host} by http. Give the node a --ticket-url of https.`;
+            return null;
+        }
+        try {
+            const answer = await fetch(given.url, {
+                method: "POST",
+                headers: { "Content-Type": "application/json", Authorization: `Bearer ${given.ticket}` },
+                body: JSON.stringify(given.body),
+                credentials: "omit",
+                signal: this.signal,
+            });
+            this.#given = given;
+            setFact("way", `the node itself, at ${host}`);
+            return answer;
+        } catch (error) {
+            if (this.signal.aborted) {
+                throw error;
+            }
+            const origins = `--ticket-origins ${location.origin}`;
+            this.#whyRelayed = `this browser got no answer from ${host}. Start that node with ${origins}, and see that this machine reaches it. If the node is new, reload this page.`;
+            return null;
+        }
+    }
+
     #readHead(response) {
         const header = (name) => response.headers.get(name) ?? "";
-        this.#requestId = header("x-request-id");
-        this.#record = header("x-playground-record");
+        this.#requestId = this.#given?.request ?? header("x-request-id");
+        this.#record = this.#given?.record ?? header("x-playground-record");
+        setFact("model", this.#given?.model);
         setFact("node", header("x-muster-node"));
         setFact("model", header("x-muster-model"));
         setFact("queue", header("x-queue-wait-ms") && printTime(Number(header("x-queue-wait-ms"))));

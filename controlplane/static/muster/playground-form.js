@@ -26,6 +26,7 @@ export const readForm = ({ isWhole }) => {
         surface: form.elements.surface.value,
         model: isOtherModel() ? find("other").value : find("model").value,
         stream: form.elements.stream.checked,
+        ticket: form.elements.ticket.checked,
         image: image && { ...image, data: isWhole ? image.data : "" },
     };
 };

@@ -220,7 +220,8 @@ def gateway(
 ) -> Iterator[ServerProcess]:
     """A gateway, for all tests of this folder: nodes dial it, and are gone when their test is over."""
     log = tmp_path_factory.mktemp("gateway") / "gateway.log"
-    with django_db_blocker.unblock(), serve_gateway(log, port=gateway_port) as server:
+    env = {"MUSTER_DIRECT_ALLOW_LOOPBACK": "true"}  # for nodes that take tickets on this machine
+    with django_db_blocker.unblock(), serve_gateway(log, port=gateway_port, env=env) as server:
         yield server
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,8 +20,10 @@ from gateway.routing import Target
 from gateway.services.models import allow_model, create_alias
 from gateway.services.tenants import create_tenant
 from nodes.models import Node
-from tests.fakes.control_process import ServerProcess
+from tests.fakes.control_process import ServerProcess, free_port
+from tests.fakes.engines.scripted_server import run_engine, stream_words
 from tests.fakes.nodes import ACTOR, make_credential, make_key, make_node, make_presence, make_record
+from tests.fakes.runners.process import run_box
 from tests.fakes.scripted_box import Stream
 from tests.fakes.waiting import wait_until
 from tests.rings.browser.conftest import NodeThread, Visit, find_violations, in_database
@@ -273,6 +279,61 @@ def test_asking_watching_and_stopping(visit: Visit, desk: AnsweringNode) -> None
     assert page.locator("#playground img[src=x], #playground script").count() == 0
     visit.open(record_page)
     expect(page.get_by_text("cancelled").first).to_be_visible()
+
+
+@contextmanager
+def runner_with_tickets(folder: Path, gateway: ServerProcess, secret: str, *origins: str) -> Iterator[None]:
+    """A real runner whose port clients with tickets reach, before an engine that says three words."""
+    loop, port = asyncio.new_event_loop(), free_port()
+    thread, stack = Thread(target=loop.run_forever, daemon=True), AsyncExitStack()
+    thread.start()
+
+    async def start() -> None:
+        engine = await stack.enter_async_context(run_engine())
+        engine.models = [MODEL]
+        usage = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
+        engine.handler = lambda request, _body: stream_words(request, 3, 0.0, usage=usage)
+        options = ["--backend", engine.url, "--data", str(folder / "node"), "--api-port", str(port)]
+        options += ["--ticket-url", f"http://127.0.0.1:{port}", "--ticket-origins", ",".join(["https://app.example", *origins])]
+        url = f"http://127.0.0.1:{gateway.port}"
+        await stack.enter_async_context(run_box(folder, url, *options, env={"MUSTER_TOKEN": secret}))
+
+    try:
+        asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+@pytest.mark.parametrize("is_let_in", [True, False])
+def test_with_a_ticket_the_page_asks_the_node_itself_where_that_lets_it_in_and_else_says_why_not(
+    visit: Visit, gateway: ServerProcess, tmp_path: Path, is_let_in: bool
+) -> None:
+    page, secret = visit.page, in_database(prepare)
+    visit.sign_in()
+    visit.open("/admin/playground/")
+    expect(page.get_by_label("Straight to the node")).to_be_disabled()
+    expect(page.locator("#pg-ticket-hint")).to_contain_text("No node takes clients with tickets")
+    with runner_with_tickets(tmp_path, gateway, secret, *([visit.url] if is_let_in else [])):
+        ready = Node.objects.filter(ticket_error="", model_names=[MODEL]).exclude(ticket_url="")
+        wait_until(lambda: in_database(ready.exists), what="the gateway has looked at the node's URL")
+        visit.open("/admin/playground/")
+        page.get_by_label("Straight to the node").check()
+        page.get_by_label("Prompt", exact=True).fill("Hello")
+        if not is_let_in:
+            visit.awaited += ["has been blocked by CORS policy", "Failed to load resource"]
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#pg-status")).to_have_text("Done.")
+        expect(page.locator("#pg-text")).to_have_text("word0 word1 word2 ")
+        expect(fact(page, "way")).to_contain_text("the node itself" if is_let_in else f"--ticket-origins {visit.url}")
+        expect(fact(page, "state")).to_have_text("completed")
+        expect(fact(page, "node")).to_have_text("box-under-test")
+        assert find_violations(page) == []
+    endpoints = in_database(lambda: list(RequestRecord.objects.filter(state="completed").values_list("endpoint", flat=True)))
+    assert endpoints == ["/v1/tickets" if is_let_in else "/v1/chat/completions"]
 
 
 STREAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {

@@ -22,7 +22,6 @@ from django.utils.html import escape
 from pytest_django import DjangoAssertNumQueries
 
 from controlplane.api_errors import permission_denied, server_error
-from controlplane.middleware import ADMIN_POLICY, POLICY
 from controlplane.overview import count_live, read_overview
 from core.admin_pages import CreatingAdmin, ShowingAdmin
 from core.models import User
@@ -34,7 +33,7 @@ from gateway.services.responses import keep_response
 from gateway.services.tenants import change_response_policy
 from governance.admin_tokens import create_admin_token
 from governance.notices import add_webhook
-from governance.web.pages import STRICT_POLICY
+from governance.web.pages import ADMIN_POLICY, POLICY, STRICT_POLICY
 from nodes.services.gpus import follow_gpus
 from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.contrib.auth.models import Permission
 from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
@@ -29,11 +30,11 @@ from gateway.models import ApiKey
 from gateway.services.models import allow_model
 from gateway.services.tenants import create_tenant, disable_tenant
 from tests.fakes.control_process import free_port
-from tests.fakes.nodes import ACTOR, audited, make_operator
+from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
-PAGE, SEND, CODE = (f"/admin/playground/{name}" for name in ("", "send", "code"))
+PAGE, SEND, CODE, TICKET = (f"/admin/playground/{name}" for name in ("", "send", "code", "ticket"))
 MODEL = "tiny"
 
 
@@ -77,9 +78,23 @@ def test_the_page_is_for_operators_who_may_see_models(operator: Client) -> None:
     stranger = make_helper("view_tenant")
     assert stranger.get(PAGE).status_code == 403
     assert f'href="{PAGE}"' not in stranger.get(reverse("admin:index")).content.decode()
-    for path in (SEND, CODE):
+    for path in (SEND, CODE, TICKET):
         assert (post(stranger, path).status_code, post(Client(), path).status_code) == (403, 401)
     assert Client().get(PAGE).status_code == 302
+
+
+def test_the_page_may_ask_the_nodes_that_take_tickets_and_nobody_else(operator: Client) -> None:
+    assert "--ticket-url" in operator.get(PAGE).content.decode()
+    for number, (url, error) in enumerate((
+        ("http://gpu1.lan:8090", ""), ("http://gpu1.lan:8090/deep", ""), ("https://[fd00::1]:8443", ""),
+        ("http://gpu2.lan:8090", "was not looked at yet"), ("http://a;script-src *", ""), ("http://b 'unsafe-inline'", ""),
+    )):  # fmt: skip
+        make_presence(make_node(f"n{number}", ticket_url=url, ticket_error=error))
+    shown = operator.get(PAGE)
+    assert "--ticket-url" not in shown.content.decode()
+    (asked,) = [part for part in shown["Content-Security-Policy"].split("; ") if part.startswith("connect-src")]
+    assert asked == "connect-src 'self' http://gpu1.lan:8090 https://[fd00::1]:8443"
+    assert operator.get(reverse("admin:index"))["Content-Security-Policy"].count("connect-src 'self';") == 1
 
 
 # The key
@@ -199,6 +214,36 @@ async def rogue(talk: Callable[..., Awaitable[None]], settings: Any) -> AsyncIte
     settings.PLAYGROUND_GATEWAY_URL = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         yield made
+
+
+def answer(status: int, body: object) -> Callable[..., Awaitable[None]]:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+        said = json.dumps(body).encode()
+        head = f"HTTP/1.1 {status} x\r\ncontent-type: application/json\r\nx-request-id: req_1\r\n"
+        writer.write(f"{head}content-length: {len(said)}\r\nconnection: close\r\n\r\n".encode() + said)
+        server.heard += await reader.read(65_536)
+        await writer.drain()
+
+    return talk
+
+
+async def test_the_page_is_told_what_to_ask_the_node_of_its_ticket(operator: Client, settings: Any) -> None:
+    given = {"ticket": "a.b.c", "ticket_id": "tkt_1", "base_url": "http://gpu1.lan:8090/v1", "model": "tiny-q8", "node_id": "n"}
+    ask = sync_to_async(lambda **fields: post(operator, TICKET, max_tokens="20", priority="low", **fields))
+    async with rogue(answer(201, given), settings) as gateway:
+        said = (await ask(surface="messages", system="Be brief.")).json()
+    head, _, wish = gateway.heard.partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/tickets ")
+    assert json.loads(wish) == {
+        "model": MODEL, "dialects": ["messages"], "prompt_tokens_est": 3, "max_tokens": 20,
+        "x_pool_options": {"priority": "low"},
+    }  # fmt: skip
+    assert (said["url"], said["ticket"], said["body"]["model"]) == ("http://gpu1.lan:8090/v1/messages", "a.b.c", "tiny-q8")
+    assert ("x_pool_options" in said["body"], said["request"]) == (False, "req_1"), "a node knows nothing of them"
+    for status, body in ((200, {"relay": True, "base_url": "http://g/v1"}), (429, {"error": {"message": "slow down"}})):
+        async with rogue(answer(status, body), settings):
+            passed = await ask()
+        assert (passed.status_code, passed.json()) == (status, body)
 
 
 CALL = Call(path="/v1/chat/completions", body=b"{}", headers={"authorization": "Bearer mst_x"})
