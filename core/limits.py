@@ -185,6 +185,9 @@ class NodeLimits:
     agent_late_s: float = bound(
         2.0, "s", "A heartbeat of an agent counts as missed this long after it was due: a network is not punctual."
     )
+    heartbeat_order_s: float = bound(
+        60.0, "s", "A heartbeat that was said so much before the last one counts as said after it: a clock was set back."
+    )
     agent_ramp_s: float = bound(
         60.0,
         "s",

@@ -47,7 +47,7 @@ from nodes.services.credentials import (
     revoke_credential,
 )
 from nodes.services.drains import EVICT, FORCED_DRAIN, cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
-from nodes.services.figures import read_figures, read_uptimes
+from nodes.services.figures import read_gpu_figures, read_uptimes
 from nodes.services.governance import set_op_key
 from nodes.services.gpus import list_gpus, list_models
 from nodes.services.history import Span, draw_history, read_history
@@ -447,7 +447,7 @@ class GpuAdmin(ShowingAdmin):
 
     def describe_row(self, request: HttpRequest, row: Gpu) -> dict[str, Any]:  # Any: Django's template context
         now = clock_of(row)
-        figures = read_figures([row.node_id], now=now).get(row.node_id, [])
+        figures = read_gpu_figures([row], now=now)[row.pk]
         uptime = read_uptimes([row.node_id]).get(row.node_id, 0.0)
         charts = [draw_history(read_history(row.pk, span), now=now, vram_mb=row.vram_mb) for span in Span]
         return {"figures": figures, "uptime_percent": 100 * uptime, "charts": charts}

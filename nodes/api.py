@@ -28,7 +28,7 @@ from nodes.models import Gpu, Node, NodeCredential, ProviderState, clock_of, pre
 from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections, read_availability
 from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
-from nodes.services.figures import ModelFigures, read_figures, read_uptimes
+from nodes.services.figures import ModelFigures, read_gpu_figures, read_uptimes
 from nodes.services.gpus import list_gpus, list_models
 from nodes.services.history import Moment, Span, read_history
 from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
@@ -300,10 +300,15 @@ class FiguresSerializer(serializers.Serializer[ModelFigures]):
     ttft_ms = serializers.FloatField(source="figures.ttft_ms", allow_null=True, help_text="Median, of streams")
     tokens_per_s = serializers.FloatField(source="figures.tokens_per_s", allow_null=True, help_text="Median")
     requests = serializers.FloatField(help_text="How many requests they rest on; one of an hour ago counts as 0.99")
+    of = serializers.SerializerMethodField(help_text="gpu: of this GPU alone; node: of all GPUs of its node together")
+
+    @extend_schema_field(serializers.ChoiceField(choices=["gpu", "node"]))
+    def get_of(self, one: ModelFigures) -> str:
+        return "gpu" if one.is_of_gpu else "node"
 
 
 class GpuSerializer(serializers.Serializer[Gpu]):
-    """One GPU. Memory in MiB; ``status``, ``queue_depth``, ``uptime_24h`` and ``figures`` are those of its node."""
+    """One GPU. Memory in MiB; ``status``, ``queue_depth`` and ``uptime_24h`` are those of its node."""
 
     gpu_id = serializers.CharField(source="printed_id")
     node_id = serializers.CharField(source="node.printed_id")
@@ -350,12 +355,12 @@ class GpuSerializer(serializers.Serializer[Gpu]):
     @extend_schema_field(FiguresSerializer(many=True))
     def get_figures(self, gpu: Gpu) -> Any:  # Any: JSON
         figures: dict[uuid.UUID, list[ModelFigures]] = self.context["figures"]
-        return [FiguresSerializer(one).data for one in figures.get(gpu.node_id, [])]
+        return [FiguresSerializer(one).data for one in figures.get(gpu.pk, [])]
 
 
 def _tell_gpus(gpus: Sequence[Gpu]) -> Any:  # Any: JSON
     nodes = {gpu.node_id for gpu in gpus}
-    context = {"figures": read_figures(nodes, now=read_clock()), "uptimes": read_uptimes(nodes)} if gpus else {}
+    context = {"figures": read_gpu_figures(gpus, now=read_clock()), "uptimes": read_uptimes(nodes)} if gpus else {}
     return [GpuSerializer(gpu, context=context).data for gpu in gpus]
 
 

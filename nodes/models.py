@@ -327,14 +327,13 @@ class GpuTenMinutes(GpuMoment):
         indexes = (BrinIndex(fields=["at"], name="gpu_ten_minutes_at"),)
 
 
-class NodeFigures(models.Model):
-    """How a model did on a node, counted from request records; older requests weigh less. The service ``figures`` reads it.
+class RequestFigures(models.Model):
+    """How a model did somewhere, counted from request records; older requests weigh less. The service ``figures`` reads it.
 
     ``ok``, ``failed``: requests, as they weigh at ``counted_at``. ``latency``, ``ttft``, ``rate``: how many fell into which
     bucket, by its number; milliseconds, milliseconds and tokens a second.
     """
 
-    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="model_figures")
     model = models.CharField(max_length=200)
     ok = models.FloatField(default=0.0)
     failed = models.FloatField(default=0.0)
@@ -348,11 +347,33 @@ class NodeFigures(models.Model):
     counted_at = models.DateTimeField()
 
     class Meta:
+        abstract = True
+
+
+class NodeFigures(RequestFigures):
+    """How a model did on a node."""
+
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="model_figures")
+
+    class Meta:
         verbose_name_plural = "node figures"
         constraints = [models.UniqueConstraint(fields=["node", "model"], name="figures_once_a_model")]
 
     def __str__(self) -> str:
         return f"{self.model} on {self.node_id}"
+
+
+class GpuFigures(RequestFigures):
+    """How a model did on one of several GPUs of a node, while no other one of them had it."""
+
+    gpu = models.ForeignKey(Gpu, on_delete=models.CASCADE, related_name="model_figures")
+
+    class Meta:
+        verbose_name_plural = "GPU figures"
+        constraints = [models.UniqueConstraint(fields=["gpu", "model"], name="gpu_figures_once_a_model")]
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.gpu_id}"
 
 
 class NodeOnline(models.Model):

@@ -34,7 +34,7 @@ from nodes.reports import (
 )
 from nodes.services.availability import judge_status, should_drain
 from nodes.services.governance import take_governance
-from nodes.services.nodes import announce_status, claim_node
+from nodes.services.nodes import announce_status, claim_node, is_overtaken
 from wire import agent, bridge, clock
 from wire.contract import NodeStatus
 
@@ -238,7 +238,12 @@ def find_agent_session(session_id: uuid.UUID) -> Node:
 @transaction.atomic
 def record_agent_heartbeats(reports: Sequence[AgentReport]) -> list[AgentStanding | SessionUnknown]:
     """Store signs of life, the newest of each session counts; the answers are in order."""
-    newest = {report.session_id: report.heartbeat for report in reports}
+    newest: dict[uuid.UUID, agent.AgentHeartbeat] = {}
+    for report in reports:
+        known = newest.get(report.session_id)
+        said_at = _read_time(report.heartbeat.timestamp)
+        if known is None or not is_overtaken(said_at, last_said_at=_read_time(known.timestamp)):
+            newest[report.session_id] = report.heartbeat
     nodes = {node.agent_session: node for node in Node.objects.select_related("provider").filter(agent_session__in=newest)}
     rows = NodePresence.objects.select_for_update().filter(pk__in=[node.pk for node in nodes.values()]).order_by("pk")
     presences = {row.pk: row for row in rows}
@@ -250,7 +255,8 @@ def record_agent_heartbeats(reports: Sequence[AgentReport]) -> list[AgentStandin
             continue
         node.presence = presences[node.pk]
         before = judge_status(node, now=now)
-        _take_heartbeat(node, node.presence, heartbeat)
+        if not is_overtaken(_read_time(heartbeat.timestamp), last_said_at=node.presence.observed_at):
+            _take_heartbeat(node, node.presence, heartbeat)
         node.presence.last_heartbeat_at = now
         after = judge_status(node, now=now)
         if before is not after:

@@ -11,15 +11,18 @@ import math
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from statistics import median
+from typing import Any
 
 import msgspec
 from django.db import connection, transaction
+from django.db.models import Count
 
 from core.limits import limits
-from nodes.models import Node, NodeFigures, SweepMark, read_clock
+from nodes.models import Gpu, GpuFigures, Node, NodeFigures, SweepMark, read_clock
+from nodes.services.gpus import list_elsewhere
 from nodes.states import Figures, Windows, freshness_windows
 from wire.agent import METALYARD, METALYARD_RELAY
 from wire.bridge import BRIDGE_V1
@@ -126,23 +129,58 @@ def fold_requests(read: Callable[[Span], Seen]) -> int:
 
 def _fold(observations: Sequence[Observation], *, now: datetime) -> None:
     known = set(Node.objects.filter(pk__in={one.node_id for one in observations}).values_list("pk", flat=True))
-    wanted = {(one.node_id, one.model) for one in observations if one.node_id in known}
-    stored = NodeFigures.objects.filter(node_id__in={node for node, _ in wanted}, model__in={model for _, model in wanted})
-    rows = {(row.node_id, row.model): row for row in stored.select_for_update().order_by("pk")}
-    for node_id, model in sorted(wanted - rows.keys()):
-        rows[node_id, model] = NodeFigures(node_id=node_id, model=model, counted_at=now)
+    gpus = _find_gpus(known)
+    _add(NodeFigures, "node", [(one.node_id, one) for one in observations if one.node_id in known], now=now)
+    of_gpus = [(gpu_id, one) for one in observations if (gpu_id := gpus.get((one.node_id, one.model))) is not None]
+    _add(GpuFigures, "gpu", of_gpus, now=now)
+
+
+def _add(
+    kind: type[NodeFigures | GpuFigures], owner: str, found: Sequence[tuple[uuid.UUID, Observation]], *, now: datetime
+) -> None:  # fmt: skip
+    if not found:
+        return
+    wanted, column = {(owner_id, one.model) for owner_id, one in found}, f"{owner}_id"
+    scope = {f"{column}__in": {owner_id for owner_id, _ in wanted}, "model__in": {model for _, model in wanted}}
+    stored = kind.objects.filter(**scope).select_for_update().order_by("pk")
+    rows = {(getattr(row, column), row.model): row for row in stored}
+    for owner_id, model in sorted(wanted - rows.keys()):
+        rows[owner_id, model] = kind(**{column: owner_id}, model=model, counted_at=now)
     for key in wanted:
         _age(rows[key], now=now)
-    for one in observations:
-        if (row := rows.get((one.node_id, one.model))) is not None:
-            _count(row, one, weight=_weigh(now - one.ended_at))
-    changed = [rows[key] for key in sorted(wanted)]
+    for owner_id, one in found:
+        _count(rows[owner_id, one.model], one, weight=_weigh(now - one.ended_at))
+    changed: list[Any] = [rows[key] for key in sorted(wanted)]  # Any: of one of the two kinds
     for row in changed:
         row.latency_ms, row.latency_p95_ms = read_quantile(row.latency, 0.5), read_quantile(row.latency, 0.95)
         row.ttft_ms, row.tokens_per_s = read_quantile(row.ttft, 0.5), read_quantile(row.rate, 0.5)
-    NodeFigures.objects.bulk_create(
-        changed, update_conflicts=True, unique_fields=["node", "model"], update_fields=_FOLDED, batch_size=len(changed) or 1
+    kind.objects.bulk_create(
+        changed, update_conflicts=True, unique_fields=[owner, "model"], update_fields=_FOLDED, batch_size=len(changed)
     )
+
+
+_GPUS = """
+WITH places AS (
+SELECT p.node_id, r ->> 'model' AS model, CASE jsonb_typeof(r -> 'gpus') WHEN 'array' THEN r -> 'gpus' ELSE '[]' END AS gpus
+  FROM nodes_nodepresence AS p,
+       jsonb_array_elements(CASE jsonb_typeof(p.replicas) WHEN 'array' THEN p.replicas ELSE '[]' END) AS r
+ WHERE p.node_id = ANY(%(nodes)s)
+), alone AS (
+SELECT node_id, model, min(gpus ->> 0) AS number FROM places GROUP BY node_id, model
+HAVING bool_and(jsonb_array_length(gpus) = 1) AND count(DISTINCT gpus ->> 0) = 1
+)
+SELECT a.node_id, a.model, g.id
+  FROM alone AS a JOIN nodes_gpu AS g ON g.node_id = a.node_id AND g.index::text = a.number AND g.gone_at IS NULL
+ WHERE EXISTS (SELECT FROM nodes_gpu AS o WHERE o.node_id = g.node_id AND o.id <> g.id AND o.gone_at IS NULL)
+ ORDER BY g.id
+"""
+
+
+def _find_gpus(node_ids: Collection[uuid.UUID]) -> dict[tuple[uuid.UUID, str], uuid.UUID]:
+    """Return for which models of nodes with several GPUs one GPU alone answers, and which, as the nodes say it now."""
+    with connection.cursor() as cursor:
+        cursor.execute(_GPUS, {"nodes": list(node_ids)})
+        return {(node_id, model): gpu_id for node_id, model, gpu_id in cursor.fetchall()}
 
 
 _FOLDED = (
@@ -150,13 +188,13 @@ _FOLDED = (
 )
 
 
-def _age(row: NodeFigures, *, now: datetime) -> None:
+def _age(row: NodeFigures | GpuFigures, *, now: datetime) -> None:
     factor = _weigh(now - row.counted_at)
     row.ok, row.failed, row.counted_at = row.ok * factor, row.failed * factor, now
     row.latency, row.ttft, row.rate = _decay(row.latency, factor), _decay(row.ttft, factor), _decay(row.rate, factor)
 
 
-def _count(row: NodeFigures, one: Observation, *, weight: float) -> None:
+def _count(row: NodeFigures | GpuFigures, one: Observation, *, weight: float) -> None:
     if not one.is_ok:
         row.failed += weight
         return
@@ -171,32 +209,59 @@ def _count(row: NodeFigures, one: Observation, *, weight: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """What is known of a model on a node. ``requests``: how many it rests on, as they weigh now."""
+    """What is known of a model on a node, or on one of its GPUs. ``requests``: how many it rests on, as they weigh now."""
 
     model: str
     figures: Figures
     latency_p95_ms: float | None
     requests: float
+    is_of_gpu: bool = False
 
 
 def read_figures(node_ids: Collection[uuid.UUID], *, now: datetime) -> dict[uuid.UUID, list[ModelFigures]]:
     """Return the figures of nodes by model, the most used first; one query."""
+    rows = NodeFigures.objects.filter(node_id__in=node_ids).values_list("node_id", *_SCALARS, "latency_p95_ms")
+    return _tell(rows, now=now, is_of_gpu=False)
+
+
+def read_gpu_figures(gpus: Collection[Gpu], *, now: datetime) -> dict[uuid.UUID, list[ModelFigures]]:
+    """Return the figures of GPUs by model, the most used first; three queries.
+
+    What no other GPU of the node had a share in is the GPU's. The rest is the node's, less the models that are on others.
+    """
+    node_ids = {gpu.node_id for gpu in gpus}
+    of_nodes = read_figures(node_ids, now=now)
+    rows = GpuFigures.objects.filter(gpu_id__in=[gpu.pk for gpu in gpus]).values_list("gpu_id", *_SCALARS, "latency_p95_ms")
+    of_gpus = _tell(rows, now=now, is_of_gpu=True)
+    there = Gpu.objects.filter(node_id__in=node_ids, gone_at=None).values_list("node_id")
+    lonely = {node_id for node_id, count in there.annotate(count=Count("pk")) if count == 1}
+    found = {}
+    for gpu in gpus:
+        own, elsewhere = of_gpus.get(gpu.pk, []), list_elsewhere(gpu)
+        known = {one.model for one in own} | elsewhere
+        is_only = gpu.node_id in lonely and gpu.gone_at is None
+        of_node = [one for one in of_nodes.get(gpu.node_id, []) if one.model not in known]
+        found[gpu.pk] = own + [replace(one, is_of_gpu=is_only) for one in of_node]
+    return found
+
+
+def _tell(rows: Iterable[tuple[Any, ...]], *, now: datetime, is_of_gpu: bool) -> dict[uuid.UUID, list[ModelFigures]]:
     found: dict[uuid.UUID, list[ModelFigures]] = defaultdict(list)
-    for row in NodeFigures.objects.filter(node_id__in=node_ids).values_list(*_SCALARS, "latency_p95_ms"):
-        own = _Own(*row[: len(_SCALARS)])
+    for row in rows:
+        own = _Own(*row[:-1])
         late, count = _choose(row[-1], None), round(own.weigh(now), 2)
-        found[own.node_id].append(ModelFigures(own.model, own.tell({}, now=now), late, count))
-    return {node_id: sorted(each, key=lambda one: -one.requests) for node_id, each in found.items()}
+        found[own.owner_id].append(ModelFigures(own.model, own.tell({}, now=now), late, count, is_of_gpu))
+    return {owner_id: sorted(each, key=lambda one: -one.requests) for owner_id, each in found.items()}
 
 
-_SCALARS = ("node_id", "model", "ok", "failed", "counted_at", "latency_ms", "ttft_ms", "tokens_per_s")
+_SCALARS = ("model", "ok", "failed", "counted_at", "latency_ms", "ttft_ms", "tokens_per_s")
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What the requests of one node say of one model."""
+    """What the requests of one node, or of one GPU, say of one model."""
 
-    node_id: uuid.UUID
+    owner_id: uuid.UUID
     model: str
     ok: float
     failed: float
@@ -234,9 +299,9 @@ def publish_figures() -> int:
     """
     with transaction.atomic():
         now = read_clock()
-        rows = [_Own(*row) for row in NodeFigures.objects.values_list(*_SCALARS)]
+        rows = [_Own(*row) for row in NodeFigures.objects.values_list("node_id", *_SCALARS)]
         fleet = _find_medians(rows, now=now)
-        own = {(row.node_id, row.model): row.tell(fleet, now=now) for row in rows}
+        own = {(row.owner_id, row.model): row.tell(fleet, now=now) for row in rows}
         changes = []
         for node_id, models, before in Node.objects.values_list("pk", "model_names", "figures"):
             told = {model: found for model in models if (found := own.get((node_id, model), fleet.get(model))) is not None}
@@ -286,11 +351,12 @@ def forget_figures() -> int:
         return int(cursor.rowcount)
 
 
-_FORGET = """
-DELETE FROM nodes_nodefigures
- WHERE (ok + failed) * power(%(hour)s::float8, extract(epoch FROM statement_timestamp() - counted_at)::float8 / 3600)
-       < %(least)s
-"""
+_IS_LITTLE = """(ok + failed) * power(%(hour)s::float8, extract(epoch FROM statement_timestamp() - counted_at)::float8 / 3600)
+       < %(least)s"""
+_FORGET = f"""
+WITH of_gpus AS (DELETE FROM nodes_gpufigures WHERE {_IS_LITTLE})
+DELETE FROM nodes_nodefigures WHERE {_IS_LITTLE}
+"""  # noqa: S608  # constants
 
 
 # Uptime

@@ -19,7 +19,7 @@ from nodes.models import Gpu, Node, NodePresence, ProviderState, clock_of, prese
 from nodes.reports import read_replicas, read_stored
 from nodes.services.availability import judge_status
 from nodes.services.telemetry import guess_gpus
-from wire.bridge import CPU, RESERVED, GpuInfo
+from wire.bridge import CPU, RESERVED, GpuInfo, ReplicaInfo
 from wire.contract import NodeStatus
 
 logger = logging.getLogger("muster.nodes")
@@ -73,6 +73,8 @@ class _News:
     max_concurrent: int
     context_tokens: int | None
     """The largest of its replicas."""
+    replicas: str | None
+    """Those that say on which GPUs they are, and the others, as JSON; None where none says it."""
 
 
 _READ_NEWS = """
@@ -80,7 +82,8 @@ SELECT p.node_id, p.last_heartbeat_at, p.gpus::text, n.gpu_name, n.vram_total_mb
        p.active_requests, n.max_concurrent,
        (SELECT max((r ->> 'context_tokens')::bigint)
           FROM jsonb_array_elements(CASE jsonb_typeof(p.replicas) WHEN 'array' THEN p.replicas ELSE '[]' END) AS r
-         WHERE jsonb_typeof(r -> 'context_tokens') = 'number')
+         WHERE jsonb_typeof(r -> 'context_tokens') = 'number'),
+       CASE WHEN p.replicas @? '$[*].gpus[*]' THEN p.replicas::text END
   FROM nodes_nodepresence AS p JOIN nodes_node AS n ON n.id = p.node_id
   LEFT JOIN (SELECT node_id, max(last_seen_at) AS seen_at, bool_or(gone_at IS NULL) AS is_there
                FROM nodes_gpu GROUP BY node_id) AS g USING (node_id)
@@ -172,8 +175,9 @@ def _list_rows(news: _News) -> Iterable[tuple[uuid.UUID, dict[str, object]]]:
     for gpu in _read_gpus(news):
         named.setdefault(gpu.gpu_id or str(gpu.index), gpu)
     is_only = len(named) == 1
+    replicas = read_replicas(msgspec.json.decode(news.replicas)) if news.replicas is not None else []
     for own_id, gpu in sorted(named.items()):
-        gpu_id = derive_gpu_id(news.node_id, own_id)
+        gpu_id, share = derive_gpu_id(news.node_id, own_id), _find_share(replicas, gpu.index)
         yield (
             gpu_id,
             {
@@ -189,17 +193,39 @@ def _list_rows(news: _News) -> Iterable[tuple[uuid.UUID, dict[str, object]]]:
                 "runtime_version": gpu.runtime_version,
                 "group": gpu.group,
                 # A GPU of which nothing else is said has the limits of its node.
-                "max_batch": news.max_concurrent if gpu.max_batch is None else gpu.max_batch,
-                "max_context_tokens": news.context_tokens if gpu.max_context_tokens is None else gpu.max_context_tokens,
+                "max_batch": _choose(gpu.max_batch, share.slots, news.max_concurrent),
+                "max_context_tokens": _choose(gpu.max_context_tokens, share.context_tokens, news.context_tokens),
                 "load_percent": gpu.utilization_percent,
                 "vram_used_mb": gpu.memory_used_mb,
                 "temperature_c": gpu.temperature_c,
                 "power_w": gpu.power_w,
                 # All that runs on a node with one GPU runs on that.
-                "active_requests": news.active if gpu.active_requests is None and is_only else gpu.active_requests,
+                "active_requests": _choose(gpu.active_requests, share.active, news.active if is_only else None),
                 "seen_at": news.heard_at,
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a node says that it runs on one of its GPUs; None = it does not say it of all its replicas."""
+
+    slots: int | None = None
+    active: int | None = None
+    context_tokens: int | None = None
+
+
+def _find_share(replicas: Sequence[ReplicaInfo], index: int) -> _Share:
+    here = [replica for replica in replicas if index in replica.gpus and replica.device != CPU]
+    if not here or not all(replica.gpus or replica.device == CPU for replica in replicas):
+        return _Share()
+    contexts = [replica.context_tokens for replica in here if replica.context_tokens]
+    slots, active = sum(replica.slots for replica in here), sum(replica.active for replica in here)
+    return _Share(slots or None, active, max(contexts, default=None))
+
+
+def _choose(*known: int | None) -> int | None:
+    return next((value for value in known if value is not None), None)
 
 
 def _read_gpus(news: _News) -> list[GpuInfo]:
@@ -232,11 +258,21 @@ def list_models(gpu: Gpu) -> list[str]:
     """Return the models that are on a GPU: those that its node has loaded, less those that it says are on others, and those
     for whose replica on another node it is reserved.
     """
-    replicas = read_replicas(presence_of(gpu.node).replicas)
-    here = [replica for replica in replicas if not replica.gpus or gpu.index in replica.gpus]
-    elsewhere = {replica.model for replica in replicas} - {replica.model for replica in here}
-    reserved = dict.fromkeys(replica.model for replica in here if replica.state == RESERVED)
+    elsewhere = list_elsewhere(gpu)
+    reserved = dict.fromkeys(
+        replica.model
+        for replica in read_replicas(presence_of(gpu.node).replicas)
+        if replica.state == RESERVED and (not replica.gpus or gpu.index in replica.gpus)
+    )
     return [*(name for name in gpu.node.model_names if name not in elsewhere), *reserved]
+
+
+def list_elsewhere(gpu: Gpu) -> set[str]:
+    """Return the models of a GPU's node that, as the node says, are on other GPUs or on none."""
+    replicas = read_replicas(presence_of(gpu.node).replicas)
+    on_gpus = [replica for replica in replicas if replica.device != CPU]
+    here = {replica.model for replica in on_gpus if not replica.gpus or gpu.index in replica.gpus}
+    return {replica.model for replica in replicas} - here
 
 
 @dataclass(frozen=True, slots=True)

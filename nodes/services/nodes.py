@@ -281,7 +281,17 @@ def set_api_key(*, node_id: uuid.UUID, api_key: str, actor: str) -> Node:
     return node
 
 
+def is_overtaken(said_at: datetime | None, *, last_said_at: datetime | None) -> bool:
+    """Whether a heartbeat came after one that its node said later, both by the node's own clock: it is a sign of life alone."""
+    if said_at is None or last_said_at is None:
+        return False
+    return 0 < (last_said_at - said_at).total_seconds() <= limits().nodes.heartbeat_order_s
+
+
 def _store_heartbeat(presence: NodePresence, heartbeat: Heartbeat, now: datetime) -> None:
+    if is_overtaken(heartbeat.observed_at, last_said_at=presence.observed_at):
+        save_changes(presence, {"last_heartbeat_at": now, "updated_at": now})
+        return
     changes: dict[str, object] = {
         "last_heartbeat_at": now,
         "reported_status": heartbeat.status.value,

@@ -27,7 +27,7 @@ from gateway.urls import make_application
 from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodeCredential, NodePresence, Reach
-from nodes.services.agents import AgentReport, record_agent_heartbeats
+from nodes.services.agents import AgentReport, record_agent_heartbeats, register_agent
 from nodes.services.credentials import JWT_CREDENTIAL, revoke_credential
 from nodes.services.drains import drain_node, sweep_presence
 from nodes.services.sessions import load_node_rows
@@ -305,6 +305,36 @@ async def test_a_heartbeat_brings_gpus_load_and_models_up_to_date(central: Centr
     full = [{"gpu_id": "gpu-0", "active_requests": 2}]
     await central.beat(session_id, gpu_states=full)
     assert (await read_node())[1].reported_status == NodeStatus.BUSY.value
+
+
+async def test_heartbeats_out_of_order_are_signs_of_life_and_the_clock_of_an_agent_may_say_anything(central: Central) -> None:
+    session_id = (await central.register())["session_id"]
+
+    async def report(timestamp: str, depth: int) -> tuple[int | None, str]:
+        await central.beat(session_id, timestamp=timestamp, queue_depth=depth)
+        presence = (await read_node())[1]
+        return presence.queue_depth, presence.reported_status
+
+    assert await report("2026-01-19T21:45:00Z", 3) == (3, "available")
+    assert await report("2026-01-19T21:44:45Z", 7) == (3, "available"), "said before the one that came sooner"
+    heard_at = (await read_node())[1].last_heartbeat_at
+    for number, timestamp in enumerate(("2026-01-19T15:45:00Z", "2099-01-01T00:00:00Z", "1970-01-01T00:00:00Z", "noon", "")):
+        assert await report(timestamp, number) == (number, "available"), "a clock that is off by hours is believed in nothing"
+    presence = (await read_node())[1]
+    assert heard_at is not None
+    assert presence.last_heartbeat_at is not None
+    assert timedelta(0) < presence.last_heartbeat_at - heard_at < timedelta(seconds=DEADLINE_S)
+
+
+def test_of_heartbeats_that_are_stored_together_the_one_said_last_counts() -> None:
+    allow_model(name="coder", actor=ACTOR)
+    said = agent.decode_register(json.dumps({**SEED, "auth_token": ""}).encode())
+    session = register_agent(credential=make_credential()[0], said=said, peer_address="10.0.0.2", endpoint=("", ""))
+    told = [agent.decode_message(json.dumps({**BEAT, "timestamp": f"2026-01-19T21:45:{second}Z", "queue_depth": second}))
+            for second in (10, 30, 20)]  # fmt: skip
+    reports = [AgentReport(session.session_id, one) for one in told if isinstance(one, agent.AgentHeartbeat)]
+    assert len(record_agent_heartbeats(reports)) == 3
+    assert NodePresence.objects.get().queue_depth == 30
 
 
 @pytest.mark.parametrize(

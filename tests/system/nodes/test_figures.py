@@ -20,9 +20,17 @@ from django.urls import reverse
 from core.limits import limits
 from gateway.services.figures import update_figures
 from governance.admin_tokens import create_admin_token
-from nodes.models import Gpu, Node, NodeFigures, NodeOnline, NodePresence, SweepMark, read_clock
-from nodes.services.figures import add_to_sketch, follow_uptime, publish_figures, read_figures, read_quantile, read_uptimes
-from nodes.services.gpus import follow_gpus
+from nodes.models import Gpu, GpuFigures, Node, NodeFigures, NodeOnline, NodePresence, SweepMark, read_clock
+from nodes.services.figures import (
+    add_to_sketch,
+    follow_uptime,
+    publish_figures,
+    read_figures,
+    read_gpu_figures,
+    read_quantile,
+    read_uptimes,
+)
+from nodes.services.gpus import follow_gpus, list_gpus
 from nodes.services.sessions import load_node_rows
 from nodes.states import Figures
 from tests.fakes.limits import set_limits
@@ -53,6 +61,50 @@ def end_requests(node: Node | None, count: int = 1, *, ago_s: float = 1.0, **cha
 
 def figures_of(node: Node, model: str = "tiny") -> Figures:
     return next(one.figures for one in read_figures([node.pk], now=read_clock())[node.pk] if one.model == model)
+
+
+def test_the_figures_of_a_gpu_are_its_own_where_the_node_says_that_it_alone_answers() -> None:
+    node = make_node(model_names=["own", "wide", "both", "mute", "host"])
+    cards = [{"index": index, "name": "NVIDIA L4", "memory_total_mb": 24_000} for index in range(2)]
+    places: dict[str, list[dict[str, Any]]] = {
+        "own": [{"gpus": [0]}, {"gpus": [0]}], "wide": [{"gpus": [0, 1]}], "both": [{"gpus": [0]}, {"gpus": [1]}],
+        "mute": [{"gpus": [0]}, {}], "host": [{"device": "cpu"}],
+    }  # fmt: skip
+    replicas = [{"model": model, "state": "loaded", **one} for model, each in places.items() for one in each]
+    make_presence(node, gpus=cards, replicas=replicas)
+    follow_gpus()
+    for model in places:
+        end_requests(node, 3, model=model)
+    end_requests(node, model="own", **FAILED)
+    end_requests(node, model="gone")
+    assert update_figures() == 17
+    first, second = Gpu.objects.order_by("index").select_related("node__presence")
+    told = {
+        gpu.index: {one.model: (one.is_of_gpu, round(one.requests)) for one in each}
+        for gpu, each in ((gpu, read_gpu_figures([gpu], now=read_clock())[gpu.pk]) for gpu in (first, second))
+    }
+    shared = {"wide": (False, 3), "both": (False, 3), "mute": (False, 3), "gone": (False, 1)}
+    assert told == {0: {"own": (True, 4), **shared}, 1: shared}
+    own = next(one for one in read_gpu_figures([first], now=read_clock())[first.pk] if one.model == "own")
+    assert own.figures.reliability == pytest.approx(4 / 6, abs=0.001)
+    NodePresence.objects.update(replicas=[{"model": "own", "state": "loaded", "gpus": [1]}])
+    end_requests(node, 2, model="own", ago_s=0.0)
+    update_figures()
+    counts = {(row.gpu_id, row.model): round(row.ok + row.failed) for row in GpuFigures.objects.all()}
+    assert counts == {(first.pk, "own"): 4, (second.pk, "own"): 2}, "what it did elsewhere stays there"
+
+
+def test_what_a_node_with_one_gpu_does_is_that_gpus() -> None:
+    node = make_node(model_names=["tiny", "host"])
+    replicas = [{"model": "tiny", "state": "loaded"}, {"model": "host", "state": "loaded", "device": "cpu"}]
+    make_presence(node, gpus=[{"index": 0, "name": "NVIDIA L4"}], replicas=replicas)
+    follow_gpus()
+    for model in ("tiny", "host"):
+        end_requests(node, 2, model=model)
+    update_figures()
+    gpu = Gpu.objects.select_related("node__presence").get()
+    assert [(one.model, one.is_of_gpu) for one in read_gpu_figures([gpu], now=read_clock())[gpu.pk]] == [("tiny", True)]
+    assert not GpuFigures.objects.exists(), "it is written once"
 
 
 # Sketches
@@ -108,6 +160,24 @@ def test_a_node_that_counts_more_tokens_than_it_sent_bytes_is_not_believed() -> 
     update_figures()
     assert figures_of(node).tokens_per_s == pytest.approx(500, rel=0.06)
     assert figures_of(node, "guessed").tokens_per_s is None
+
+
+def test_a_node_that_lies_about_its_gpu_is_exposed_by_its_figures() -> None:
+    honest, liar = make_node("honest", model_names=["tiny"]), make_node("liar", model_names=["tiny"], max_concurrent=64)
+    card = {"index": 0, "memory_total_mb": 81_920, "utilization_percent": 0.0, "active_requests": 0}
+    make_presence(honest, gpus=[{**card, "name": "NVIDIA T4", "memory_total_mb": 16_384, "utilization_percent": 80.0}])
+    make_presence(liar, gpus=[{**card, "name": "NVIDIA H200"}], active_requests=0)
+    follow_gpus()
+    end_requests(honest, 9)
+    end_requests(liar, 5, latency_ms=8_100)
+    end_requests(liar, 4, **FAILED)
+    update_figures()
+    told = {gpu.node.name: read_gpu_figures([gpu], now=read_clock())[gpu.pk][0] for gpu in list_gpus()}
+    assert told["liar"].is_of_gpu
+    assert told["liar"].figures.reliability < 0.6 < told["honest"].figures.reliability
+    assert (told["liar"].figures.latency_ms or 0) > 7 * (told["honest"].figures.latency_ms or 1)
+    routed = {row.name: row.figures["tiny"] for row in load_node_rows()}
+    assert routed["liar"].latency_ms == told["liar"].figures.latency_ms, "and routing goes by them"
 
 
 def test_each_request_counts_once_however_often_they_are_counted_and_in_whatever_batches() -> None:

@@ -74,6 +74,20 @@ def test_the_limits_of_a_node_are_those_of_its_gpus_until_they_name_their_own() 
     assert Gpu.objects.get(index=0).max_context_tokens is None
 
 
+def test_a_gpu_has_the_limits_and_the_load_of_the_replicas_that_are_on_it() -> None:
+    replicas: list[dict[str, object]] = [
+        {"model": "a", "state": "loaded", "slots": 4, "active": 3, "context_tokens": 8_192, "gpus": [0]},
+        {"model": "b", "state": "loaded", "slots": 2, "active": 1, "context_tokens": 4_096, "gpus": [0, 1]},
+        {"model": "c", "state": "loaded", "slots": 8, "active": 5, "context_tokens": 32_768, "device": "cpu"},
+    ]
+    columns = ("max_batch", "max_context_tokens", "active_requests")
+    make_gpus(GPU, {**GPU, "index": 1}, {**GPU, "index": 2}, replicas=replicas)
+    assert list(Gpu.objects.order_by("index").values_list(*columns)) == [(6, 8_192, 4), (2, 4_096, 1), (1, 32_768, None)]
+    hear(replicas=[*replicas, {"model": "mute", "state": "loaded", "slots": 2}])
+    follow_gpus()
+    assert list(Gpu.objects.order_by("index").values_list(*columns)) == [(1, 32_768, None)] * 3, "one does not say where it is"
+
+
 def test_a_gpu_shows_the_models_that_its_node_says_are_on_it() -> None:
     replicas = [{"model": "a", "state": "loaded", "gpus": [0, 1]}, {"model": "b", "state": "loaded", "gpus": [1]}]
     make_gpus(*({**GPU, "index": index} for index in range(3)), replicas=replicas)

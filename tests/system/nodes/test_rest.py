@@ -322,6 +322,17 @@ def test_a_heartbeat_is_judged_by_what_is_given_and_a_field_that_cannot_be_used_
         assert_error(post(f"/nodes/{unknown}/mode", token, {"mode": "spare_on"}), 404, "BAD_REQUEST", "node_id")
 
 
+def test_a_heartbeat_that_another_one_overtook_is_a_sign_of_life_alone(token: str, node_id: str) -> None:
+    beat(token, node_id, observed_at="2026-03-13T08:15:30Z", active_request_count=2)
+    NodePresence.objects.update(last_heartbeat_at=None)
+    beat(token, node_id, observed_at="2026-03-13T08:15:20Z", active_request_count=0, status="error")
+    presence = NodePresence.objects.get()
+    assert (presence.active_requests, presence.reported_status) == (2, "available")
+    assert presence.last_heartbeat_at is not None
+    beat(token, node_id, observed_at="2026-03-13T06:15:20Z", active_request_count=1)
+    assert NodePresence.objects.get().active_requests == 1, "a clock that was set back by hours is no delay"
+
+
 # Mode and list
 
 
