@@ -49,7 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="muster bench",
         description=__doc__,
         epilog="./muster bench box checks the box alone, ./muster bench governance governed operations, "
-        "./muster bench overload what five times the load does, ./muster bench node what relaying costs a node.",
+        "./muster bench overload what five times the load does, ./muster bench node what relaying costs a node, "
+        "./muster bench placement what comes of the ways to choose a node.",
     )
     parser.add_argument("--quick", action="store_true", help="one short round: a first impression, nothing to quote")
     parser.add_argument("--rounds", type=int, help=f"rounds to take medians of (default {FULL_ROUNDS}, quick {QUICK_ROUNDS})")
@@ -263,6 +264,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.overload import main as measure_overload
 
         return measure_overload(given[1:])
+    if given[:1] == ["placement"]:
+        from benchmarks.placement import main as measure_placement
+
+        return measure_placement(given[1:])
     arguments = build_parser().parse_args(given)
     progress = Progress()
     try:

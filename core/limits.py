@@ -651,7 +651,7 @@ class GatewayLimits:
     failover_slots: int = bound(
         64, "slots", "Further requests of nodes that missed two heartbeats have none held on other nodes."
     )
-    placed_among: int = bound(16, "nodes", "So many of the nodes of a model, others each time, are compared for a request.")
+    placed_among: int = bound(8, "nodes", "So many of the nodes of a model, others each time, are compared for a request.")
     max_requeues: int = bound(
         3,
         "nodes",

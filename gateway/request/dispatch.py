@@ -531,8 +531,9 @@ class Dispatcher:
             return links[0] if links and links[0].can_take(now) else None
         wish = self._placement.read_wish(asker, asked, model, now)
         if len(links) > self._limits.placed_among and not (avoid or prefer):
-            some = self._take_some(links)
-            if wish is not None and (liked := self._placement.list_liked(wish, model, paths)):
+            liked = self._placement.list_liked(wish, model, paths) if wish is not None else ()
+            some = self._take_some(links, len(liked))
+            if liked:
                 some = [*some, *(link for link in liked if link not in some)]
             some = self.ejections.list_free(some, model, now)
             if len(paths) > 1:
@@ -576,8 +577,9 @@ class Dispatcher:
         """Take that a request ended that had waited."""
         self._queue.end(account, began, now)
 
-    def _take_some(self, links: Sequence[Link]) -> Sequence[Link]:
-        start, number = self._start % len(links), self._limits.placed_among
+    def _take_some(self, links: Sequence[Link], liked: int) -> Sequence[Link]:
+        most = self._limits.placed_among
+        start, number = self._start % len(links), max(most // 2, most - liked)
         self._start = start + number
         some = links[start : start + number]
         return [*some, *links[: number - len(some)]] if len(some) < number else some
