@@ -198,6 +198,8 @@ class EnginesLimits:
     llama_watch_s: float = bound(0.25, "s", "How much of the weights llama.cpp has read is told again.")
     llama_log_s: float = bound(5.0, "s", "A load waits no longer for what its log has still to say.")
     llama_log_errors: int = bound(8, "lines", "Further errors in the log of a load are not told.")
+    llama_prompt_block_bytes: int = bound(512, "bytes", "A shorter beginning of a prompt is not looked for in slots.")
+    llama_prompt_blocks: int = bound(64, "blocks", "What comes later in a prompt is not looked for in slots.")
     llama_slots_s: float = bound(1.0, "s", "A flush takes slots for busy: a client that left is let go of sooner.")
     llama_probe_s: float = bound(20.0, "s", "A probe of what a foreign llama.cpp can flush has failed.")
     llama_probe_tokens: int = bound(

@@ -50,17 +50,32 @@ class Owner:
     tag: str
 
 
+Prompt = tuple[int, ...]
+"""Hashes of the blocks of a prompt, each covering all before it: equal ones mean equal beginnings."""
+
+
+def cut_prompt(body: bytes) -> Prompt:
+    """Return the blocks of a request's body; of a short one there are none."""
+    size, covered, prompt = limits().engines.llama_prompt_block_bytes, 0, []
+    for end in range(size, min(len(body), size * limits().engines.llama_prompt_blocks) + 1, size):
+        covered = hash((covered, body[end - size : end]))
+        prompt.append(covered)
+    return tuple(prompt)
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """One call's slot. ``owner`` is whose the content will be, None = nobody's. ``reuses``: what is there is its own.
 
-    A lease that is not ``is_pinned`` only holds a place: the engine chooses the slot itself.
+    A lease that is not ``is_pinned`` only holds a place: the engine chooses the slot itself. ``prompt``: what it will hold
+    (``cut_prompt``).
     """
 
     slot: int
     owner: Owner | None
     reuses: bool = False
     is_pinned: bool = True
+    prompt: Prompt = ()
 
 
 @dataclass(slots=True)
@@ -70,6 +85,16 @@ class _Slot:
     is_blank: bool = True
     lease: Lease | None = None
     last_used: int = 0
+    prompt: Prompt = ()
+
+    def count_common(self, prompt: Prompt) -> int:
+        """Return how many blocks of a prompt it holds, from the beginning."""
+        pairs = enumerate(zip(self.prompt, prompt, strict=False))
+        return next((number for number, (one, other) in pairs if one != other), min(len(self.prompt), len(prompt)))
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether no more than half of what it holds is lost to a prompt."""
+        return 2 * self.count_common(prompt) >= len(self.prompt)
 
 
 class SlotTable:
@@ -80,21 +105,29 @@ class SlotTable:
         self._clock = 0
         self._unpinned = 0
 
-    def take(self, owner: Owner, cache_mode: CacheMode) -> Lease | None:
+    def take(self, owner: Owner, cache_mode: CacheMode, prompt: Prompt = ()) -> Lease | None:
         """Return a slot for a call, None when all are in use.
 
-        Its own most recent slot first, else an empty one, else one that is nobody's, else the one unused for longest.
+        Its own slot that holds most of its prompt first, else an empty one, else its own that is unused for longest, else one
+        that is nobody's, else anybody's that is unused for longest.
         """
         free = self._free()
         # A call that is to leave nothing spares its tenant's own slots as it would anybody's.
         own = [slot for slot in free if slot.owner == owner and cache_mode != "none"]
         if own:
-            slot = max(own, key=lambda slot: slot.last_used)
-            return self._hold(slot, Lease(slot.index, owner, reuses=True))
+            fitting = [slot for slot in own if slot.fits(prompt)]
+            if fitting:
+                slot = max(fitting, key=lambda slot: (slot.count_common(prompt), slot.last_used))
+                return self._hold(slot, Lease(slot.index, owner, reuses=True, prompt=prompt))
+            if not any(slot.is_blank for slot in free):
+                slot = min(own, key=lambda slot: slot.last_used)
+                return self._hold(slot, Lease(slot.index, owner, reuses=True, prompt=prompt))
         if not free:
             return None
         slot = min(free, key=lambda slot: (not slot.is_blank, slot.owner is not None, slot.last_used))
-        return self._hold(slot, Lease(slot.index, None if cache_mode == "none" else owner))
+        if cache_mode == "none":
+            return self._hold(slot, Lease(slot.index, None))
+        return self._hold(slot, Lease(slot.index, owner, prompt=prompt))
 
     def take_unpinned(self) -> Lease | None:
         """Return a place for a call that the engine puts where it likes, None when all are in use."""
@@ -116,7 +149,7 @@ class SlotTable:
         slot.last_used = self._clock
         # Only an answer proves that its prompt has replaced what the slot held before.
         is_known = (was_answered or lease.reuses) and lease.is_pinned and not self._unpinned
-        slot.owner = lease.owner if is_known else None
+        slot.owner, slot.prompt = (lease.owner, lease.prompt) if is_known else (None, ())
         if not lease.is_pinned:
             self._unpinned -= 1
 
@@ -135,7 +168,7 @@ class SlotTable:
             slot = self._slots[lease.slot]
             slot.lease = None
             if lease.slot in erased:
-                slot.owner, slot.is_blank = None, True
+                slot.owner, slot.is_blank, slot.prompt = None, True, ()
 
     def _free(self) -> list[_Slot]:
         return [slot for slot in self._slots if slot.lease is None]
@@ -364,9 +397,10 @@ class LlamaSlots:
         return status == 200
 
     async def _take(self, call: Call, *, is_pinnable: bool) -> Lease:
+        prompt = cut_prompt(call.body) if is_pinnable else ()
         while True:
             if is_pinnable:
-                lease = self._table.take(Owner(call.tenant, call.cache_tag), call.cache_mode)
+                lease = self._table.take(Owner(call.tenant, call.cache_tag), call.cache_mode, prompt)
             else:
                 lease = self._table.take_unpinned()
             if lease is not None:

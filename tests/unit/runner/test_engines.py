@@ -23,7 +23,7 @@ from runner.engines.children.web import Refusal
 from runner.engines.comfy import read_image_request
 from runner.engines.comfy_server import image_format, read_workflow, strip_texts
 from runner.engines.http_engine import set_thinking
-from runner.engines.llama_slots import Lease, Owner, SlotTable, is_object, pin_body
+from runner.engines.llama_slots import Lease, Owner, SlotTable, cut_prompt, is_object, pin_body
 from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope
 from runner.engines.process import make_private_folder
 from runner.engines.vllm import Salts, seal_body
@@ -39,9 +39,11 @@ ALPHA_TAGGED = Owner("alpha", "night")
 ALL = FlushRequest(FlushScope.ALL)
 
 
-def run_call(table: SlotTable, owner: Owner, mode: CacheMode = "auto", *, was_answered: bool = True) -> Lease:
+def run_call(
+    table: SlotTable, owner: Owner, mode: CacheMode = "auto", prompt: bytes = b"", *, was_answered: bool = True
+) -> Lease:
     """Run one call from its start to its end."""
-    lease = table.take(owner, mode)
+    lease = table.take(owner, mode, cut_prompt(prompt))
     assert lease is not None
     table.release(lease, was_answered=was_answered)
     return lease
@@ -63,6 +65,22 @@ def test_an_owner_gets_its_own_slot_or_an_empty_one_or_that_unused_for_longest()
         assert lease is not None
         table.release(lease, was_answered=True)
     assert [run_call(table, ALPHA).reuses, run_call(table, BETA).reuses] == [True, True]
+
+
+def test_each_conversation_of_an_owner_keeps_its_slot_while_there_are_slots() -> None:
+    table, texts = SlotTable(3), [b"%03d" % number * 2000 for number in range(4)]
+    first, second = run_call(table, ALPHA, prompt=texts[0]), run_call(table, ALPHA, prompt=texts[1])
+    assert (second.reuses, second.slot != first.slot) == (False, True)
+    for lease, text in ((first, texts[0]), (second, texts[1]), (first, texts[0])):
+        again = run_call(table, ALPHA, prompt=text + b"and more" * 100)
+        assert (again.slot, again.reuses) == (lease.slot, True)
+    short = run_call(table, ALPHA, prompt=b"{}")
+    assert short.slot not in (first.slot, second.slot)
+    assert run_call(table, ALPHA, prompt=texts[2]).slot == short.slot, "what is lost there is nothing"
+    oldest = run_call(table, ALPHA, prompt=texts[3])
+    assert (oldest.slot, oldest.reuses) == (second.slot, True), "no slot is empty, and this one is unused for longest"
+    assert run_call(table, ALPHA, prompt=texts[0]).slot == first.slot
+    assert not run_call(table, BETA, prompt=texts[0]).reuses, "what another one left is nobody's business"
 
 
 def test_a_flush_takes_the_slots_of_its_scope() -> None:
