@@ -260,6 +260,7 @@ def read_gateway_grace_s() -> float:
 def load_server() -> None:
     """Load what the server's processes have in common: settings, models and pages, and with them the libraries of all."""
     importlib.import_module("django").setup()  # nothing of it is installed when this module is loaded
+    importlib.import_module("controlplane.asgi")  # most of it the gateway loads too
 
 
 def bootstrap_command(installation: Installation) -> Command:
