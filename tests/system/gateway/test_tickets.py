@@ -301,6 +301,9 @@ def lose_node(central: Central, socket: NodeSocket, reason: str) -> None:
     if reason == "gpu_lost":
         socket.hang_up()
         return
+    if reason == "engine":
+        socket.say(frames.encode_frame(frames.END, 1, 1, b'{"error":"engine_failed","message":"it fell over"}'))
+        return
     if reason == "gpu_timeout":
         link.last_seen -= 60
     else:
@@ -309,11 +312,11 @@ def lose_node(central: Central, socket: NodeSocket, reason: str) -> None:
     central.runtime.keeper.tick()
 
 
-@pytest.mark.parametrize("reason", ["gpu_lost", "gpu_timeout", "gpu_draining", "gpu_reclaimed"])
+@pytest.mark.parametrize("reason", ["gpu_lost", "gpu_timeout", "gpu_draining", "gpu_reclaimed", "engine"])
 async def test_a_relayed_stream_whose_node_is_lost_names_another_before_its_error(central: Central, reason: str) -> None:
     async with central.node() as socket:
         await eventually(lambda: reachable(central), "the gateway knows where clients reach the node")
-        relayed = await begin_relayed(central, socket, x_pool_options={})
+        relayed = await begin_relayed(central, socket, x_pool_options={"prefer_gpu": "rig"})
         async with central.node(worker_name="spare", instance_id="i2") as spare:
             await eventually(lambda: len(list(central.runtime.registry)) == 2 and reachable(central), "another node is there")
             lose_node(central, socket, reason)
@@ -321,7 +324,8 @@ async def test_a_relayed_stream_whose_node_is_lost_names_another_before_its_erro
             assert [event.split("\n")[0] for event in events[1:2]] == ["event: x_pool_failover"]
             said = json.loads(events[1].partition("data: ")[2])
             assert '"error"' in events[2]
-            assert (said["type"], said["reason"], said["base_url"]) == ("x_pool_failover", reason, f"{URL}/v1")
+            expected = "gpu_lost" if reason == "engine" else reason
+            assert (said["type"], said["reason"], said["base_url"]) == ("x_pool_failover", expected, f"{URL}/v1")
             ticket = verify_ticket(said["new_ticket"], told_keys(spare), audience=said["node_id"], now=clock.unix_s())
             assert (ticket.model, ticket.caps.max_tokens) == ("m", 20)
             assert (await find_record(said["ticket_id"])).node_name == "spare"
