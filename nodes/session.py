@@ -201,6 +201,8 @@ class ServerSession:
         self._bridge: dict[int, _BridgeStream] = {}
         self._by_name: dict[str, int] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
+        self._heads: dict[bytes, tuple[int, dict[str, str]]] = {}
+        """What HEAD payloads say that came of late. Nodes send them again, and what was made of the same object is known."""
 
     @property
     def speaks_muster(self) -> bool:
@@ -242,18 +244,30 @@ class ServerSession:
         if kind in (frames.HEAD, frames.REPLY) and data_header in self.data_streams:
             raise ProtocolError("a stream has one HEAD")
         if kind == frames.HEAD:
-            head = frames.decode_head(payload)
+            status, headers = self._read_head(payload)
             self.data_streams[data_header] = stream
-            return [HeadArrived(stream, head.status, _lower_names(head.headers))]
+            return [HeadArrived(stream, status, headers)]
         if kind == frames.END:
             end = frames.decode_end(payload)
             self._forget(stream)
             return [StreamEnded(stream, end)]
         if kind == frames.REPLY:
-            head, body, end = frames.decode_reply(payload)
+            first, body, last = frames.split_reply(payload)
+            (status, headers), end = self._read_head(first), frames.decode_end(last)
             self._forget(stream)
-            return [AnswerArrived(stream, head.status, _lower_names(head.headers), body, end)]
+            return [AnswerArrived(stream, status, headers, body, end)]
         raise ProtocolError(f"frame kind {kind} is not for the server")
+
+    def _read_head(self, payload: bytes) -> tuple[int, dict[str, str]]:
+        known = self._heads.get(payload)
+        if known is None:
+            head = frames.decode_head(payload)
+            known = head.status, _lower_names(head.headers)
+            if len(payload) <= self.policy.http_kept_head_bytes:
+                if len(self._heads) >= self.policy.http_kept_heads:
+                    del self._heads[next(iter(self._heads))]
+                self._heads[payload] = known
+        return known
 
     # calls in, frames out
 

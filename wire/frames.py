@@ -160,9 +160,15 @@ def encode_reply(stream: int, attempt: int, head: Head, body: bytes, end: End) -
 
 def decode_reply(payload: bytes) -> tuple[Head, bytes, End]:
     """Return head, body and end of a REPLY payload. Raises ProtocolError."""
-    first, rest = _take_block(payload)
-    last, body = _take_block(rest)
-    return decode_head(first), body, decode_end(last)
+    head, body, end = split_reply(payload)
+    return decode_head(head), body, decode_end(end)
+
+
+def split_reply(payload: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return the HEAD payload, the body and the END payload of a REPLY payload. Raises ProtocolError."""
+    head, rest = _take_block(payload)
+    end, body = _take_block(rest)
+    return head, body, end
 
 
 def _take_block(payload: bytes) -> tuple[bytes, bytes]:

@@ -21,6 +21,7 @@ from nodes.reports import (
     read_replicas,
 )
 from nodes.session import (
+    AnswerArrived,
     DataArrived,
     Effect,
     FrameDropped,
@@ -298,6 +299,26 @@ def test_streams_and_attempts_that_were_never_opened_end_the_session() -> None:
         session.receive_bytes(head(1))
         with pytest.raises(ProtocolError):  # nothing comes twice within a stream
             session.receive_bytes(second)
+
+
+def test_a_head_that_comes_again_is_the_same_object_and_of_many_the_last_ones_are_kept() -> None:
+    session = make_session(MUSTER_V1)
+
+    def answer(**headers: str) -> dict[str, str]:
+        stream = opened(session)
+        (arrived,) = session.receive_bytes(
+            frames.encode_reply(stream, 1, frames.Head(status=200, headers=headers), b"x", frames.End())
+        )
+        assert isinstance(arrived, AnswerArrived)
+        assert arrived.headers == {name.lower(): value for name, value in headers.items()}
+        return arrived.headers
+
+    first = answer(Kind="a")
+    assert answer(Kind="a") is first
+    assert [answer(Kind=str(number))["kind"] for number in range(session.policy.http_kept_heads)] == ["0", "1", "2", "3"]
+    assert answer(Kind="a") is not first
+    long = "x" * session.policy.http_kept_head_bytes
+    assert answer(Kind=long) is not answer(Kind=long)
 
 
 def test_late_frames_are_dropped_however_many_streams_came_since() -> None:
