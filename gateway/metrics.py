@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -39,6 +39,8 @@ BUDGET_ERRORS = Counter("muster_budget_errors_total", "Rounds of budgets that we
 VALKEY_AWAY_SINCE = Gauge(
     "muster_budgets_valkey_away_since_seconds", "When Valkey last stopped to answer rounds of budgets, 0 = it answers"
 )
+CONTINUED = Counter("muster_continued_streams_total", "Streams that their node broke and that might be resumed", ["result"])
+TICKETS = Counter("muster_tickets_total", "Tickets of this gateway by what became of them", ["event"])
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")
@@ -79,6 +81,10 @@ class RequestCounters(Collector):
         self.in_flight = 0
         self.flushes = dict.fromkeys(("ok", "refused", "failed"), 0)
         """Group commits of records, by what became of them."""
+        self.count_waiting: Callable[[], Mapping[str, int]] = dict
+        """Returns how many requests wait, by tier."""
+        self.read_reuse: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+        """Returns how many prompts were placed among several nodes, and the sum of their shares that the chosen node had."""
         self.count_pending: Callable[[], int] = int
         """Returns how many changes of records are not written yet."""
         self._outcomes = dict.fromkeys(RequestOutcome, 0)
@@ -117,6 +123,14 @@ class RequestCounters(Collector):
         yield CounterMetricFamily("muster_messages_unreadable", unreadable, unreadable_hints.total)
         yield CounterMetricFamily("muster_hints_dropped", "Hints for which there was no room", dropped_hints.total)
         yield GaugeMetricFamily("muster_requests_in_flight", "Accepted requests that are not final", self.in_flight)
+        waiting = GaugeMetricFamily("muster_queue_waiting", "Requests waiting for a node, by tier", labels=["tier"])
+        for tier, number in self.count_waiting().items():
+            waiting.add_metric([tier], number)
+        yield waiting
+        prompts, reused = self.read_reuse()
+        yield CounterMetricFamily("muster_prompts_placed", "Prompts for which there were several nodes", prompts)
+        what = "Sum of the shares of these prompts that their node had probably computed, 0 to 1 each"
+        yield CounterMetricFamily("muster_prompt_shares_reused", what, reused)
         yield GaugeMetricFamily("muster_records_pending", "Record changes not yet written", self.count_pending())
         flushes = CounterMetricFamily("muster_record_flushes", "Group commits of request records", labels=["result"])
         for result, number in self.flushes.items():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from core.limits import NodeLimits
 from wire import clock
 from wire.agent import METALYARD, METALYARD_RELAY
-from wire.bridge import BRIDGE_V1
+from wire.bridge import BRIDGE_V1, GpuInfo
 from wire.contract import NodeMode, NodeStatus
 
 POOL_RESPONSES = "/v1/pool/responses"
@@ -215,6 +215,8 @@ class NodeRow:
     """What calls of its URL authenticate with; empty = nothing."""
     ticket_url: str = ""
     """Where clients reach it with a ticket; empty = nowhere, or not as the operator wants it."""
+    gpus: tuple[GpuInfo, ...] = ()
+    """Of a node that is called over HTTP, as it said last."""
     excluded: frozenset[str] = frozenset()
     """Models that it is sent no requests for, as none of its GPUs can run them by their documents."""
 

@@ -30,7 +30,7 @@ from gateway.errors import (
     QueueFull,
     QueueTimeout,
 )
-from gateway.metrics import FAILOVER_SLOTS, QUEUE_DEPTH
+from gateway.metrics import COUNTERS, FAILOVER_SLOTS, QUEUE_DEPTH
 from gateway.request.candidates import Candidate, choose_path
 from gateway.request.outcomes import Outcome, judge_node
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
@@ -240,6 +240,8 @@ class Dispatcher:
         self.choice: Choice | None = None
         """How the link was chosen that was found last; None where there was nothing to choose."""
         registry.subscribe(self._take_change)
+        COUNTERS.count_waiting = self._queue.count_tiers
+        COUNTERS.read_reuse = lambda: (self._placement.placed, self._placement.reused)
 
     def new_job(
         self,

@@ -265,6 +265,7 @@ class Pipeline:
             lease = await self._find_successor(call, job, record, begun)
             following = self._open_exchange(call, job, lease) if lease is not None else None
             if lease is None or following is None:
+                metrics.CONTINUED.labels("given_up").inc()
                 if self.say_failover is not None and job.request.options is not None:
                     event = await self.say_failover(call, job, trial.link)
                     call.client.write(event if call.client.tail.endswith(b"\n\n") else b"\n\n" + event)
@@ -277,6 +278,7 @@ class Pipeline:
             ended = await self._run_attempt(job, trial, following)
             following.first_byte_at, begun = begun.first_byte_at, following
             if not isinstance(ended, Retry):
+                metrics.CONTINUED.labels("resumed").inc()
                 return ended
             outcome = ended
 

@@ -127,6 +127,10 @@ class Placement:
         self._sessions: dict[int, tuple[int, float]] = {}
         """The number of the replica that a session used last, and until when (clock.monotonic()) that counts."""
         self._numbers = itertools.count(1)
+        self.placed = 0
+        """Prompts for which there were several nodes."""
+        self.reused = 0.0
+        """The shares of them that the chosen node had been sent before, summed up."""
         self._links: WeakValueDictionary[int, Link] = WeakValueDictionary()
         """By the numbers of their replicas (``Link.replicas``)."""
 
@@ -218,6 +222,9 @@ class Placement:
         while len(sessions) > self._limits.sessions:
             del sessions[next(iter(sessions))]
         if wish.blocks:
+            self.placed += 1
+            if wish.held and (count := wish.held.get(number)):
+                self.reused += self._prefixes.measure(count, wish.blocks)
             self._prefixes.note(wish.blocks, number)
 
     def describe(self, choice: Choice, model: str) -> Decided | None:

@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 TIERS = {"high": 2, "": 1, "low": 0}
 """By the priority of a job; empty = normal."""
+_TIER_NAMES = {2: "high", 1: "normal", 0: "low"}
 Paths = tuple[str, ...]
 
 
@@ -84,6 +85,15 @@ class WaitQueue(Generic[W]):
 
     def counts(self) -> dict[str, int]:
         return {model: self._counts[model] for model in self.lines}
+
+    def count_tiers(self) -> dict[str, int]:
+        """Return how many wait, by the tier that they came with."""
+        found = dict.fromkeys(_TIER_NAMES.values(), 0)
+        for by_paths in self.lines.values():
+            for lines in by_paths.values():
+                for (tier, _tenant), line in lines.items():
+                    found[_TIER_NAMES[tier]] += len(line)
+        return found
 
     def count_tenant(self, tenant: str) -> int:
         account = self._accounts.get(tenant)

@@ -114,6 +114,8 @@ class HeldSlot:
     caller: Caller
     request: InferenceRequest
     timer: asyncio.TimerHandle
+    is_used: bool = False
+    """Whether its node said that its request began, or ended."""
 
 
 @dataclass(slots=True)
@@ -205,6 +207,7 @@ class TicketOffice:
         pipeline, key, found = self.pipeline, self.keyring.find_signing(), asked.found
         if found is None or key is None:
             asked.let_go()
+            metrics.TICKETS.labels("relayed").inc()
             return RelayAdvice(base_url=self.relay_url)
         candidate, ready = found
         record = pipeline.recorder.make_record(record_id, caller, candidate.request, asked_model=asked.request.model)
@@ -320,6 +323,7 @@ class TicketOffice:
             caps=Caps(max_tokens=record.max_tokens or 0),
         )
         timer = self._free_after(ticket.ticket_id, limits().gateway.ticket_s)
+        metrics.TICKETS.labels("given").inc()
         self.slots[ticket.ticket_id] = HeldSlot(lease, caller, request, timer)
         if self.pipeline.is_stopping:
             self._free(ticket.ticket_id)
@@ -339,6 +343,9 @@ class TicketOffice:
         if slot is None or slot.lease.link.node_id != node_id:
             return
         slot.timer.cancel()
+        if not slot.is_used:
+            slot.is_used = True
+            metrics.TICKETS.labels("used").inc()
         if report.status == RequestState.RUNNING:
             slot.timer = self._free_after(report.ticket_id, limits().gateway.request_s)
         else:
@@ -346,7 +353,13 @@ class TicketOffice:
 
     def _free_after(self, ticket_id: str, seconds: float) -> asyncio.TimerHandle:
         # After that, what the node says of its load counts: it may report to another gateway.
-        return asyncio.get_running_loop().call_later(seconds, self._free, ticket_id)
+        return asyncio.get_running_loop().call_later(seconds, self._expire, ticket_id)
+
+    def _expire(self, ticket_id: str) -> None:
+        slot = self.slots.get(ticket_id)
+        if slot is not None and not slot.is_used:
+            metrics.TICKETS.labels("expired").inc()
+        self._free(ticket_id)
 
     def _free(self, ticket_id: str) -> None:
         if (slot := self.slots.pop(ticket_id, None)) is not None:

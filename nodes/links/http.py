@@ -17,7 +17,7 @@ from nodes.addresses import make_trust
 from nodes.links.http1 import Connection, ConnectionPool
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import OpenRequest
-from wire.bridge import TokenCounts
+from wire.bridge import GpuInfo, TokenCounts
 from wire.engine_errors import EngineErrorObject, read_error_body
 from wire.events import EventCutter
 from wire.frames import End
@@ -260,7 +260,7 @@ class HttpStream:
 class HttpLink(Link):
     """A node called over HTTP, or one on another gateway's socket (``is_peer``)."""
 
-    __slots__ = ("_extra", "_host_line", "_streams", "_usual", "pool", "target", "window_bytes")
+    __slots__ = ("_extra", "_gpus", "_host_line", "_streams", "_usual", "pool", "target", "window_bytes")
 
     def __init__(
         self,
@@ -283,9 +283,18 @@ class HttpLink(Link):
         self._streams: dict[HttpStream, None] = {}
         self._host_line = f"host: {target.host}:{target.port}\r\n"
         self._extra = ""
+        self._gpus: Sequence[GpuInfo] = ()
         self._usual: tuple[dict[str, str], tuple[str, str, str], bytes] | None = None
         """What was rendered last of what requests have in common."""
         self.take_headers(target)
+
+    @property
+    def gpus(self) -> Sequence[GpuInfo]:
+        return self._gpus
+
+    def take_gpus(self, gpus: Sequence[GpuInfo]) -> None:
+        """Take what the node said last of its GPUs."""
+        self._gpus = gpus
 
     def trust(self, authorities: str) -> None:
         """Verify the node with these internal CAs (PEM) and those of this machine from the next connection on."""

@@ -284,6 +284,8 @@ class LinkKeeper:
         link.last_seen = clock.awake() - (row.heartbeat_age_s or 0.0)
         link.windows = freshness_windows(self._limits, protocol=row.protocol)
         if row.is_direct:
+            if isinstance(link, HttpLink):
+                link.take_gpus(row.gpus)
             status = row.reported_status
             link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else row.unreachable
             link.node_draining = not row.is_accepting_jobs or status in {NodeStatus.DRAINING.value, NodeStatus.OFFLINE.value}
@@ -365,6 +367,7 @@ class FleetGauges(Collector):
         sessions = GaugeMetricFamily("muster_sessions", "Nodes by what their session speaks and its health", labels=_SESSION)
         slots = GaugeMetricFamily("muster_node_slots", "Requests that a linked node takes at a time", labels=_NODE)
         used = GaugeMetricFamily("muster_node_slots_used", "Requests that run on a linked node", labels=_NODE)
+        gpus = GaugeMetricFamily("muster_gpus", "GPUs of the nodes that are linked to this gateway")
         total_bytes = GaugeMetricFamily("muster_gpu_memory_bytes", "Memory of a GPU", labels=_GPU)
         used_bytes = GaugeMetricFamily("muster_gpu_memory_used_bytes", "Memory in use on a GPU", labels=_GPU)
         busy = GaugeMetricFamily("muster_gpu_utilization_ratio", "Share of time that a GPU computes, 0 to 1", labels=_GPU)
@@ -377,6 +380,7 @@ class FleetGauges(Collector):
             for protocol in sorted({protocol for protocol, _ in standings}):
                 for health in Health:
                     sessions.add_metric([protocol, health.value], standings[protocol, health])
+            gpus.add_metric([], sum(len({gpu.index for gpu in link.gpus}) for link in self.keeper.registry))
             rest = [0, 0]
             for index, link in enumerate(sorted(self.keeper.registry, key=lambda link: link.node_id)):
                 running = min(link.load, link.max_concurrent)
@@ -397,7 +401,7 @@ class FleetGauges(Collector):
             if rest[0]:
                 slots.add_metric(_OTHERS, rest[0])
                 used.add_metric(_OTHERS, rest[1])
-        yield from (nodes, sessions, slots, used, total_bytes, used_bytes, busy)
+        yield from (nodes, sessions, slots, used, gpus, total_bytes, used_bytes, busy)
 
 
 FLEET = FleetGauges()

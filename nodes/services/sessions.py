@@ -561,6 +561,7 @@ def _read_row(node: Node) -> NodeRow:
         figures=read_stored(node.figures, dict[str, Figures]) or {},
         api_key=_read_api_key(node) if is_direct else "",
         ticket_url="" if node.ticket_error else node.ticket_url,
+        gpus=tuple(read_stored(presence.gpus, list[bridge.GpuInfo]) or ()) if is_direct else (),
         excluded=frozenset(node.excluded_models),
     )
 

@@ -157,7 +157,7 @@ def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
         "draining": False, "drain_reason": "", "drain_deadline_at": None, "draining_since": None, "epoch": 1, "instance_id": "",
         "heard_at": clock.monotonic() - 1.0, "reported_status": "available", "is_accepting_jobs": True, "active_requests": 0,
         "connected": True, "gateway_id": None, "unreachable": "", "endpoints": {}, "protocol": "", "contexts": {},
-        "engines": {}, "agent_session": None, "excluded": frozenset(),
+        "engines": {}, "agent_session": None, "excluded": frozenset(), "gpus": (),
     }  # fmt: skip
     for name, moment, sign in (("heartbeat_age_s", "heard_at", -1), ("drain_remaining_s", "drain_deadline_at", 1)):
         if isinstance(seconds := changes.pop(name, None), float):

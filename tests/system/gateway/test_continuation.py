@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway import metrics
 from gateway.dialects.surface import SURFACES, Surface
 from nodes.links import EndKind
 from nodes.states import CONTINUATIONS
@@ -53,6 +54,7 @@ def read_meta(request: Request) -> dict[str, Any]:
 async def test_another_node_goes_on_with_a_stream_whose_node_was_lost(make_gateway: Make) -> None:
     gateway = make_gateway()
     link, other = gateway.link(paths=PATHS), gateway.link(paths=PATHS)
+    resumed = metrics.CONTINUED.labels("resumed")._value.get()
     request = gateway.ask(stream=True, max_tokens=10, x_pool_options=RESUME)
     await begin(request, link)
     lose(gateway, link)
@@ -63,6 +65,7 @@ async def test_another_node_goes_on_with_a_stream_whose_node_was_lost(make_gatew
     assert asked["max_tokens"] == 8
     stream.answer(*REST, headers=SSE)
     await request.done()
+    assert metrics.CONTINUED.labels("resumed")._value.get() == resumed + 1
     assert read_text(request) == "Once there\nwas"
     assert request.client.body.endswith(b"data: [DONE]\n\n")
     assert request.client.body.count(b'"role"') == 1
@@ -186,6 +189,7 @@ async def test_a_node_that_refuses_to_go_on_or_dies_too_is_followed_by_another(m
 async def test_after_so_many_nodes_nobody_else_is_asked(make_gateway: Make) -> None:
     gateway = make_gateway()
     links = [gateway.link(paths=PATHS) for _ in range(gateway.limits.max_requeues + 2)]
+    given_up = metrics.CONTINUED.labels("given_up")._value.get()
     request = gateway.ask(stream=True, x_pool_options=RESUME)
     await begin(request, links[0])
     for link, following in pairwise(links[:-1]):
@@ -195,6 +199,7 @@ async def test_after_so_many_nodes_nobody_else_is_asked(make_gateway: Make) -> N
     await request.done()
     assert not links[-1].streams
     assert ErrorCode.REQUEST_INTERRUPTED.encode() in request.client.body
+    assert metrics.CONTINUED.labels("given_up")._value.get() == given_up + 1
 
 
 async def test_an_answer_that_lacks_only_its_end_is_ended_without_a_node(make_gateway: Make) -> None:

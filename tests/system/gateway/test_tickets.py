@@ -19,6 +19,7 @@ from django.db import connections
 from django.utils import timezone
 
 from core.hints import publish_hint
+from gateway import metrics
 from gateway.models import ApiKey, RequestRecord, UsageEvent
 from gateway.process import GatewayRuntime
 from gateway.services.figures import update_figures
@@ -190,6 +191,8 @@ async def test_a_ticket_is_for_the_node_that_has_room_and_its_request_has_a_reco
 
 async def test_a_slot_is_held_while_the_request_of_a_ticket_runs_and_free_when_it_ended(central: Central) -> None:
     set_limits(gateway={"ticket_s": 1.0})
+    events = ("given", "relayed", "used", "expired")
+    before = [metrics.TICKETS.labels(event)._value.get() for event in events]
     async with central.node(max_concurrent=1) as socket:
         said, ticket = await take_ticket(central, socket)
         (link,) = central.runtime.registry
@@ -203,6 +206,8 @@ async def test_a_slot_is_held_while_the_request_of_a_ticket_runs_and_free_when_i
         await take_ticket(central, socket)
         assert link.active == 1
         await eventually(lambda: not link.active, "nobody used the ticket")
+    counted = [metrics.TICKETS.labels(event)._value.get() - was for event, was in zip(events, before, strict=True)]
+    assert counted == [2, 1, 1, 1]
 
 
 async def test_a_gateway_that_stops_waits_for_no_direct_request_and_gives_no_more_tickets(central: Central) -> None:

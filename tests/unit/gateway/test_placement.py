@@ -175,6 +175,10 @@ def test_a_prompt_goes_where_its_beginning_was_computed_and_never_by_another_ten
     choice = room.choose(Asker(key_id=None), longer)
     assert choice.link is room.links[1]
     assert 0.8 < choice.scored[1][1][4] <= 1
+    room.serve(room.links[1], Asker(key_id=None), longer)
+    room.serve(room.links[0], Asker(key_id=None), longer)
+    assert room.placement.placed == 3
+    assert 0.8 < room.placement.reused <= 1, "the first had nothing of it, and so had the other node"
     assert room.choose(Asker(key_id=None, tenant="other"), longer).link is room.links[0]
     unlike = request(PROMPT.replace(b"be brief", b"be clear"))
     assert room.choose(Asker(key_id=None), unlike).link is room.links[0]

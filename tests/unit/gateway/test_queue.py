@@ -53,6 +53,13 @@ def test_tiers_come_first_and_inside_a_tenant_the_wait_that_ends_first() -> None
     assert waiting.choose(["m"], lambda model, paths: True, 0.0) is None
 
 
+def test_who_waits_is_counted_by_the_tier_that_it_came_with() -> None:
+    waiting = queue(Waiter(), Waiter(tenant="u"), Waiter(model="other"), high := Waiter(tier=TIERS["high"]))
+    assert waiting.count_tiers() == {"high": 1, "normal": 3, "low": 0}
+    assert waiting.remove(high, 60.0)
+    assert waiting.count_tiers() == {"high": 0, "normal": 3, "low": 0}
+
+
 def test_only_what_is_served_is_chosen() -> None:
     here, elsewhere = Waiter(), Waiter(model="other")
     embed = Waiter(paths=("/v1/embeddings",), due=1.0)

@@ -530,8 +530,12 @@ async def test_whatever_nodes_call_themselves_and_their_gpus_series_stay_few_and
     setting.apply(*[make_row(uuid.uuid4(), protocol=protocol) for protocol in ("", MUSTER_V1, METALYARD) for _ in range(9)])
     assert scrape(setting.keeper).count("\nmuster_sessions{") == 3 * len(Health)
     assert '\nmuster_sessions{health="healthy",protocol="contract-v1"} 9.0\n' in scrape(setting.keeper)
+    cards = tuple(bridge.GpuInfo(index=number, name="G") for number in (0, 0, 1))
+    setting.apply(row := make_row(uuid.uuid4(), is_direct=True, gpus=cards))
+    assert f"\nmuster_gpus {len(boxes) * most.report_gpus + 2}.0\n" in scrape(setting.keeper)
+    assert f'muster_gpu_memory_bytes{{gpu="0",node="{row.name}"' not in scrape(setting.keeper), "it does not say how much"
     assert set(counts) == {counts[0]}, "a name or a GPU that is gone leaves no series"
-    assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + most.report_gpus)
+    assert counts[0] <= len(NodeStatus) + 1 + len(boxes) * (2 + most.report_gpus)
 
 
 async def test_a_fleet_that_is_large_has_a_bounded_number_of_series(setting: Setting) -> None:
