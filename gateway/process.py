@@ -520,7 +520,8 @@ class GatewayRuntime:
 def _find_peers(others: dict[uuid.UUID, str]) -> dict[uuid.UUID, HttpTarget]:
     peers: dict[uuid.UUID, HttpTarget] = {}
     for gateway_id, internal_url in others.items() if settings.CLUSTER_SECRET else ():
-        if not internal_url:
+        # One at our own address is the process before us: it is asked for nothing, and its nodes dial again.
+        if internal_url in ("", settings.GATEWAY_INTERNAL_URL):
             continue
         parts = urlsplit(internal_url)
         host = parts.hostname or "127.0.0.1"

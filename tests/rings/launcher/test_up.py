@@ -6,17 +6,20 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any  # the ready file is JSON
 
+import httpx
 import psycopg
 import pytest
 
@@ -25,6 +28,7 @@ from controlplane.launcher.environment import ROOT
 from controlplane.launcher.processes import find_by_directory, identify
 from tests.fakes.control_process import free_port
 from tests.fakes.waiting import wait_until
+from wire.contract import OPEN_REQUEST_STATES
 
 pytestmark = pytest.mark.timeout(400)
 READY_S = 120.0
@@ -134,11 +138,12 @@ class Installation:
     def ready_file(self) -> Path:
         return self.directory.parent / "ready.json"
 
-    def start(self) -> dict[str, Any]:
-        """Run ``up`` and return the ready file."""
+    def start(self, *more: str) -> dict[str, Any]:
+        """Run ``up`` and return the ready file. ``more``: words of it, "--no-node" if there are none."""
         # Ports of ours: seconds pass before somebody listens, and one that was free by chance may be somebody else's then.
         ports = ["--port", str(free_port()), "--gateway-port", str(free_port())]
-        command = muster("up", "--no-node", "--data", str(self.directory), "--ready-file", str(self.ready_file), *ports)
+        command = muster("up", "--data", str(self.directory), "--ready-file", str(self.ready_file), *ports)
+        command += more or ("--no-node",)
         # As quiet as possible: no part may be judged by what it logs.
         environment = {**surroundings(), "MUSTER_LOG_LEVEL": "critical"}
         with (self.directory.parent / "up.log").open("a") as log:
@@ -204,8 +209,8 @@ def both_answer(ready: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def installation() -> Iterator[Installation]:
+@contextmanager
+def lend_installation() -> Iterator[Installation]:
     with tempfile.TemporaryDirectory(prefix="muster-up-", dir="/tmp") as name:
         Path(name).chmod(0o711)
         made = Installation(Path(name) / "data")
@@ -213,6 +218,12 @@ def installation() -> Iterator[Installation]:
         made.run("down")
         if made.process is not None:
             made.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def installation() -> Iterator[Installation]:
+    with lend_installation() as made:
+        yield made
 
 
 def test_the_ready_file_is_private_and_names_everything(installation: Installation) -> None:
@@ -300,3 +311,52 @@ def test_sigterm_while_starting_leaves_nothing(installation: Installation) -> No
         process.terminate()
         assert process.wait(timeout=60) == 0
     assert installation.is_empty()
+
+
+def test_of_two_gateways_one_is_killed_in_mid_stream_and_the_other_serves_on_by_the_same_node() -> None:
+    with lend_installation() as installation:
+        ready = installation.start("--gateways", "2")
+        first, second = [f"http://127.0.0.1:{int(ready['gateway_url'].rpartition(':')[2]) + more}" for more in (0, 1)]
+        client = httpx.Client(headers={"authorization": f"Bearer {ready['api_key']}"}, timeout=60)
+        question = {"model": ready["model"], "messages": [{"role": "user", "content": "hello"}]}
+
+        def find_used(url: str) -> str:
+            """How many slots of the node are in use as a gateway counts them, "" while the node has not dialled it."""
+            found = re.search(r"^muster_node_slots_used.* ([0-9.]+)$", client.get(f"{url}/metrics").text, re.MULTILINE)
+            return "" if found is None else found[1]
+
+        def is_served(url: str) -> bool:
+            try:
+                return client.post(f"{url}/v1/chat/completions", json={**question, "max_tokens": 3}).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        installation.wait(lambda: find_used(first) == find_used(second) == "0.0")
+        endless = {**question, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        told, is_killed = b"", False
+
+        def follow() -> None:
+            nonlocal told, is_killed
+            with client.stream("POST", f"{second}/v1/chat/completions", json=endless) as stream:
+                for piece in stream.iter_raw():
+                    told += piece
+                    if not is_killed and b"chat.completion.chunk" in told:
+                        os.kill(ready["pids"]["gateway-2"], signal.SIGKILL)
+                        is_killed = True
+
+        with pytest.raises(httpx.TransportError):
+            follow()
+        assert (is_killed, b"[DONE]" in told) == (True, False)
+        assert is_served(first), "the node is on both"
+        installation.wait(lambda: find_used(first) == "0.0" and is_served(second))
+        with psycopg.connect(ready["database_url"], autocommit=True) as connection:
+            states = (
+                "SELECT count(*) FILTER (WHERE state = %s), count(*) FILTER (WHERE state = ANY(%s)) FROM gateway_requestrecord"
+            )
+            values = ("interrupted", [state.value for state in OPEN_REQUEST_STATES])
+            installation.wait(lambda: connection.execute(states, values).fetchone() == (1, 0))
+        assert (find_used(first), find_used(second)) == ("0.0", "0.0"), "nothing is left open"
+        client.close()
+        installation.read()
+        assert installation.run("down").returncode == 0
+        assert installation.is_empty()

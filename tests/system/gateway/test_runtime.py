@@ -41,7 +41,7 @@ from nodes.services.drains import cordon_node
 from nodes.services.sessions import KnownNodes, SessionEnd, close_sessions
 from tests.fakes.clock import install_virtual_clock, shift_clock
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import audited, make_credential, make_node, make_presence
+from tests.fakes.nodes import audited, make_credential, make_gateway, make_node, make_presence
 from tests.fakes.pipeline import run_gateway
 from tests.fakes.waiting import eventually, turns
 from wire.credentials import CredentialKind, mint_credential
@@ -276,6 +276,18 @@ async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(
         first = (await row.aget()).heartbeat_at
         await eventually(row.exclude(heartbeat_at=first).aexists)
         assert await row.filter(heartbeat_at__gt=Now() - timedelta(minutes=1)).aexists()
+
+
+async def test_a_gateway_that_was_started_anew_does_not_ask_itself_for_nodes_of_the_process_before_it(settings: Any) -> None:
+    settings.GATEWAY_INTERNAL_URL, settings.CLUSTER_SECRET = "http://10.0.0.1:8080", "a secret of the cluster"
+    held = {}
+    for url in (settings.GATEWAY_INTERNAL_URL, "http://10.0.0.2:8080"):
+        gateway = await sync_to_async(make_gateway)()
+        await GatewayProcess.objects.filter(pk=gateway.pk).aupdate(internal_url=url)
+        held[url] = await sync_to_async(make_node)(f"on {url}", model_names=["m"])
+        await sync_to_async(make_presence)(held[url], gateway_id=gateway.pk)
+    async with run_gateway() as runtime:
+        assert {link.node_name for link in runtime.registry} == {"on http://10.0.0.2:8080"}
 
 
 async def test_what_a_gateway_ejects_is_written_down_and_told_once() -> None:
