@@ -54,7 +54,8 @@ SELECT r.id, r.created_at, coalesce(r.finished_at, clock_timestamp()), r.gateway
                             + coalesce(r.completion_tokens, 0) * m.output_price)::bigint END,
              CASE WHEN r.tokens_estimated THEN r.reserved_micros END)
   FROM {{source}} AS r
-  LEFT JOIN gateway_model AS m ON m.name = r.model AND (m.input_price > 0 OR m.output_price > 0)
+  LEFT JOIN gateway_model AS m
+    ON m.name = r.model AND (m.input_price > 0 OR m.cached_price > 0 OR m.output_price > 0)
  WHERE r.state NOT IN ({_OPEN}, '{RequestState.REJECTED.value}')
 """  # noqa: S608  # constants
 """Adds the events of those rows of ``source`` that are final; ``LEAST`` passes over what is null."""

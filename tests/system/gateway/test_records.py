@@ -114,6 +114,24 @@ async def test_what_a_request_used_is_written_with_its_end_and_once(writer: Reco
     assert usage_of(rows, open_one) == []
 
 
+@pytest.mark.parametrize(("price", "cost"), [("input_price", 500), ("cached_price", 501), ("output_price", 10)])
+async def test_each_price_is_charged_also_where_it_is_the_only_one(
+    writer: RecordWriter, rows: Rows, price: str, cost: int
+) -> None:
+    prices = {"input_price": 0, "cached_price": 0, "output_price": 0, price: 1}
+    rows.execute(
+        "INSERT INTO gateway_model (name, allowed, owned_by, input_price, cached_price, output_price, created_at, updated_at) "
+        "VALUES ('m', true, 'x', %s, %s, %s, now(), now())",
+        list(prices.values()),
+    )
+    record = make_record()
+    record.prompt_tokens, record.cached_tokens, record.completion_tokens = 1001, 501, 10
+    record.state = RequestState.COMPLETED
+    await writer.accept(record)
+    await written(writer)
+    assert [used[2] for used in usage_of(rows, record)] == [cost]
+
+
 async def test_a_request_that_two_end_at_the_same_moment_leaves_one_event(writer: RecordWriter, rows: Rows) -> None:
     record = make_record(gateway_id=uuid.uuid4())  # of a gateway that nobody knows
     record.created_at -= timedelta(seconds=60)
