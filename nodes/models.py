@@ -502,6 +502,12 @@ def presence_of(node: Node) -> NodePresence:
     return NodePresence(node_id=node.pk) if found is None else found
 
 
+def silence_before_s(presence: NodePresence) -> float:
+    """Return for how many seconds nothing had been heard of a node when its row was last written."""
+    heard_at = presence.last_heartbeat_at
+    return (presence.updated_at - heard_at).total_seconds() if heard_at is not None and presence.updated_at is not None else 0.0
+
+
 def heartbeat_age_s(presence: NodePresence, *, now: datetime) -> float | None:
     """Return the seconds since the last sign of life by the database's clock, or None when there was none."""
     last = presence.last_heartbeat_at

@@ -76,6 +76,7 @@ class NodeFacts:
     """What is known of a node at one moment. ``age_s``: of its last sign of life, None = there was none.
 
     ``unreachable``: why no gateway can send it a request, empty = one can. ``is_drained``: nothing runs on it any more.
+    ``silence_before_s``: for how long it had been silent when its row was last written, which tells who left from who was lost.
     """
 
     age_s: float | None
@@ -88,6 +89,7 @@ class NodeFacts:
     unreachable: str = ""
     is_enabled: bool = True
     is_drained: bool = False
+    silence_before_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def _judge_health(facts: NodeFacts, *, windows: Windows, status: NodeStatus) -> 
     if facts.age_s is None:
         return Health.REGISTERING
     if facts.reported is NodeStatus.OFFLINE:
-        return Health.OFFLINE
+        return Health.DEAD if facts.silence_before_s >= windows.offline_s else Health.OFFLINE
     if facts.age_s >= windows.offline_s:
         return Health.DEAD
     if facts.age_s >= windows.failover_s:
@@ -217,6 +219,8 @@ class NodeRow:
     """Where clients reach it with a ticket; empty = nowhere, or not as the operator wants it."""
     gpus: tuple[GpuInfo, ...] = ()
     """Of a node that is called over HTTP, as it said last."""
+    silence_before_s: float = 0.0
+    """For how long it had been silent when its row was last written."""
     excluded: frozenset[str] = frozenset()
     """Models that it is sent no requests for, as none of its GPUs can run them by their documents."""
 

@@ -149,6 +149,7 @@ class LinkKeeper:
                 draining=row.draining,
                 cordoned=row.cordoned,
                 is_accepting_jobs=row.is_accepting_jobs,
+                silence_before_s=row.silence_before_s,
                 unreachable="" if isinstance(link, RelayLink) else row.unreachable,
             )
             found.append((row, judge_availability(facts, self._limits)))

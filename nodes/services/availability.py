@@ -27,6 +27,7 @@ from nodes.models import (
     heartbeat_age_s,
     presence_of,
     read_clock,
+    silence_before_s,
     with_clock,
 )
 from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_counts, describe_telemetry, list_failures
@@ -50,6 +51,7 @@ def read_availability(node: Node, *, now: datetime, is_enabled: bool = True) -> 
         unreachable=explain_unreachable(node),
         is_enabled=is_enabled,
         is_drained=is_drained(node),
+        silence_before_s=silence_before_s(presence),
     )
     return judge_availability(facts, limits().nodes)
 

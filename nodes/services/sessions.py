@@ -21,7 +21,7 @@ from core import hints
 from core.limits import limits
 from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
-from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, presence_of, with_clock
+from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, presence_of, silence_before_s, with_clock
 from nodes.reports import (
     find_contexts,
     find_endpoints,
@@ -562,6 +562,7 @@ def _read_row(node: Node) -> NodeRow:
         api_key=_read_api_key(node) if is_direct else "",
         ticket_url="" if node.ticket_error else node.ticket_url,
         gpus=tuple(read_stored(presence.gpus, list[bridge.GpuInfo]) or ()) if is_direct else (),
+        silence_before_s=silence_before_s(presence),
         excluded=frozenset(node.excluded_models),
     )
 

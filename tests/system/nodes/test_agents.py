@@ -26,12 +26,15 @@ from gateway.services.models import allow_model
 from gateway.urls import make_application
 from governance.operations.runs import run_due
 from governance.states import RunState
+from nodes.links import LinkRegistry
+from nodes.links.keeper import LinkKeeper
 from nodes.models import Node, NodeCredential, NodePresence, Reach
 from nodes.services.agents import AgentReport, record_agent_heartbeats, register_agent
+from nodes.services.availability import read_availability
 from nodes.services.credentials import JWT_CREDENTIAL, revoke_credential
 from nodes.services.drains import drain_node, sweep_presence
 from nodes.services.sessions import load_node_rows
-from nodes.states import Freshness, judge_freshness
+from nodes.states import Freshness, Health, judge_freshness
 from tests.fakes.asgi_client import on_our_server
 from tests.fakes.governed_team import Identity, approve_load, make_box, make_governed, only_run
 from tests.fakes.limits import set_limits
@@ -355,8 +358,18 @@ async def test_an_agent_that_three_heartbeats_are_missed_of_is_swept_offline_and
         sweep_presence()
         return NodePresence.objects.get().reported_status
 
+    @sync_to_async
+    def judge() -> tuple[Health, set[Health]]:
+        node = Node.objects.select_related("presence").get()
+        rows = load_node_rows()
+        keeper = LinkKeeper(LinkRegistry(), gateway_id=uuid.uuid4(), connect_s=1.0)
+        keeper.apply(rows, targets={}, peers={})
+        return read_availability(node, now=timezone.now()).health, {found.health for _, found in keeper.judge_nodes()}
+
     assert await age(40.0) == "available"
+    assert await judge() == (Health.FAILING, {Health.FAILING})
     assert await age(50.0) == "offline"
+    assert await judge() == (Health.DEAD, {Health.DEAD}), "pages, API and metrics say the same"
     assert [event.action for event in await sync_to_async(audited)("node.offline")] == ["node.offline"]
 
 

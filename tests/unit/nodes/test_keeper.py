@@ -624,6 +624,8 @@ def test_each_session_is_judged_by_the_heartbeats_that_it_missed(protocol: str, 
     [
         ({"age_s": None}, Health.REGISTERING),
         ({"reported": NodeStatus.OFFLINE}, Health.OFFLINE),
+        ({"reported": NodeStatus.OFFLINE, "age_s": 900.0}, Health.OFFLINE),
+        ({"reported": NodeStatus.OFFLINE, "age_s": 900.0, "silence_before_s": 15.0}, Health.DEAD),
         ({"reported": NodeStatus.DRAINING}, Health.DRAINING),
         ({"draining": True}, Health.DRAINING),
         ({"draining": True, "age_s": 15.0}, Health.DEAD),
