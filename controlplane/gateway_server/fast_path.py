@@ -372,7 +372,8 @@ class FastRequest(KnownCycle, Sink):
     # inside
 
     def _finish(self, last: bytes, end: LinkEnd) -> None:
-        record = self._enter()
+        record = self._record
+        assert record is not None
         usage, text_chars = end.detail.usage if end.detail is not None else None, None
         if usage is None and self.ends is not None:
             usage = find_usage(self.ends.recent)
@@ -429,7 +430,8 @@ class FastRequest(KnownCycle, Sink):
             self._conclude()
 
     def _conclude(self) -> None:
-        pipeline, record = self._path.pipeline, self._enter()
+        pipeline, record = self._path.pipeline, self._record
+        assert record is not None
         if record.state is COMPLETED.state:
             self._deliver(None)
             return
@@ -437,10 +439,12 @@ class FastRequest(KnownCycle, Sink):
         pipeline.records.send(record, self._deliver)
 
     def _deliver(self, _error: GatewayError | None) -> None:
+        record = self._record
+        assert record is not None
         self._path.running.discard(self)
-        self._path.pipeline.recorder.count(self._enter(), self.started)
+        self._path.pipeline.recorder.count(record, self.started)
         if self._reservation is not None:
-            self._path.pipeline.settle(self._reservation, self._enter())
+            self._path.pipeline.settle(self._reservation, record)
         connection, last = self._connection, self._last
         connection.fast = None
         if self.disconnected or last is None:

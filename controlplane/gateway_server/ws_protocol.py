@@ -33,14 +33,19 @@ _SHORT_BYTES = 0xFFFF
 class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
     """One worker socket; its scope carries it as a ``nodes.links.relay.FrameSource``."""
 
-    _receiver: Callable[[str | bytes], None] | None = None
-    # The receiver while the next frame may be cut here: the library is between two messages and reads on.
-    _cut_receiver: Callable[[str | bytes], None] | None = None
-    # What the library still has to get of the frame that it began with; -1 = it gets everything.
-    _owed_bytes = -1
-    _begun = b""
+    # Beside uvicorn's, which are more than 30, each one would be looked up in a dictionary.
+    __slots__ = (
+        "_begun", "_bytes_to_write", "_cut_bytes", "_cut_receiver", "_fragment_bytes", "_frames_to_write", "_owed_bytes",
+        "_receiver",
+    )  # fmt: skip
+
+    _receiver: Callable[[str | bytes], None] | None
+    _cut_receiver: Callable[[str | bytes], None] | None
+    """The receiver while the next frame may be cut here: the library is between two messages and reads on."""
+    _owed_bytes: int
+    """What the library still has to get of the frame that it began with; -1 = it gets everything."""
+    _begun: bytes
     """The beginning of a frame whose length is not known yet. The library has it already."""
-    _cut_bytes = 0
 
     def data_received(self, data: bytes) -> None:
         """Cut whole masked binary messages out; whatever else comes goes to the library, in order and byte for byte."""
@@ -133,6 +138,8 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._receiver = self._cut_receiver = None
+        self._owed_bytes, self._begun, self._cut_bytes = -1, b"", 0
         self._frames_to_write: list[bytes] = []
         self._bytes_to_write = 0
         sock = transport.get_extra_info("socket")

@@ -284,13 +284,18 @@ def name_model(record: Record, model: str, *, asked_model: str) -> None:
     record.asked_model = "" if asked_model == model else asked_model
 
 
+def _fit(count: int, most: int) -> int:
+    # Comparisons, because max and min are calls.
+    return count if 0 <= count <= most else 0 if count < 0 else most
+
+
 def count_tokens(record: Record, progress: AnswerProgress, usage: TokenCounts | None, *, text_chars: int | None = None) -> None:
     """Fill in the tokens: what the engine counted, else an estimate that is marked as one, from ``text_chars`` if known."""
     bounds = limits().gateway
     if usage is not None:
-        record.prompt_tokens = min(max(0, usage.prompt_tokens), bounds.record_integer)
-        record.completion_tokens = min(max(0, usage.completion_tokens), bounds.record_integer)
-        record.cached_tokens = min(max(0, usage.cached_tokens), record.prompt_tokens) or None
+        record.prompt_tokens = prompt = _fit(usage.prompt_tokens, bounds.record_integer)
+        record.completion_tokens = _fit(usage.completion_tokens, bounds.record_integer)
+        record.cached_tokens = _fit(usage.cached_tokens, prompt) or None
     else:
         record.tokens_estimated = True
         record.prompt_tokens = record.prompt_tokens_est
