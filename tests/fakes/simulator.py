@@ -1,7 +1,8 @@
 """A fleet on the virtual clock: gateways as in production, with everything beyond them played from one seed.
 
-Real: pipeline, keys, rate limits, dispatcher, placement, ejections, keeper and the writer of records. Played: nodes with their
-slots and queue, clients, the database of records, and what goes wrong. A seed that fails is run again alone::
+Real: pipeline, keys, rate limits, budgets, dispatcher, placement, ejections, keeper and the writer of records. Played: nodes
+with their slots and queue, clients, the database of records, Valkey by the rule of its script (``tests.fakes.budgets``),
+and what goes wrong. A seed that fails is run again alone::
 
     MUSTER_TEST_SEEDS=7 ./muster test tests/system/gateway/test_fleet_simulator.py
 """
@@ -9,34 +10,50 @@ slots and queue, clients, the database of records, and what goes wrong. A seed t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, cast
+
+import redis.exceptions
 
 from core.limits import GatewayLimits
 from gateway.dialects.surface import SURFACES
+from gateway.request.budgets import Budgets
 from gateway.request.models import KeyEntry
-from gateway.values import Caller, Priority
+from gateway.values import Budget, BudgetKind, Caller, OwnedBudget, Priority
+from gateway.values import Counter as Budgeted
 from nodes.links.port import EndKind, Link, Sink
 from nodes.session import OpenRequest
 from tests.fakes.asgi_client import MemoryClient
+from tests.fakes.budgets import MemoryTerms, MemoryValkey
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import CHAT, REPLY, SSE, STREAM, Gateway, MemoryDatabase
 from tests.fakes.virtual_loop import VirtualLoop
 from tests.fakes.waiting import takes
 from wire import clock
-from wire.contract import OPEN_REQUEST_STATES
+from wire.contract import OPEN_REQUEST_STATES, RequestState
 from wire.credentials import CredentialKind, mint_credential
 
 BEAT_S = 5.0
 """How often a node says that it is there."""
 NODE_QUEUE = 16
-FAULTS = ("lost", "silent", "slow", "flapping", "drained", "partition")
+UNFAIR = 0.1
+"""A tenant that waits has so much more or less of the slots than its weight gives it."""
+ENOUGH_SAMPLES = 1000
+FAULTS = ("lost", "silent", "slow", "flapping", "drained", "partition", "valkey")
+BUDGETS = (
+    Budget(BudgetKind.TOKENS_PER_DAY, 900), Budget(BudgetKind.ALL_REQUESTS_PER_MINUTE, 40),
+    Budget(BudgetKind.CONCURRENT_REQUESTS, 3), None,
+)  # fmt: skip
+"""Of the tenants, in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +67,10 @@ class Scale:
     seconds: float = 120.0
     requests_per_s: float = 10.0
     faults_per_min: float = 12.0
+    has_budgets: bool = True
+    weights: tuple[float, ...] = (1.0,)
+    priorities: tuple[Priority, ...] = (Priority.NORMAL,)
+    """Of the tenants, in turn, as are weights."""
 
 
 @dataclass
@@ -61,7 +82,13 @@ class Report:
     states: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    budgets: Counter[str] = field(default_factory=Counter)
+    """The most that a tenant had of a limit or budget."""
     left: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
+    """What tenants had of the slots while all of them waited, for what their weights give them; the worst of the gateways."""
+    waited: Counter[str] = field(default_factory=Counter)
+    """The longest time without a grant of a tenant that waits, in whole seconds."""
     held: int = 0
     """Failover slots that were seen held, by the looks at them."""
     broken: list[str] = field(default_factory=list)
@@ -72,10 +99,12 @@ class Report:
         what = f"seed {self.seed}: {self.scale.nodes} nodes, {self.scale.seconds:g} virtual seconds, {self.cpu_s:.1f} s of CPU"
         counts = [f"{name} {dict(sorted(found.items()))}" for name, found in self._counts().items()]
         told = f"clients that left: {self.left}, failover slots seen: {self.held}"
-        return "\n  ".join([what, *counts, told, *(f"BROKEN: {one}" for one in self.broken)])
+        shares = [f"shares {', '.join(f'{name} {share:.3f}' for name, share in self.shares.items())}"] if self.shares else []
+        return "\n  ".join([what, *counts, told, *shares, *(f"BROKEN: {one}" for one in self.broken)])
 
     def _counts(self) -> dict[str, Counter[Any]]:  # Any: words and numbers
-        return {"records": self.states, "answers": self.statuses, "faults": self.faults}
+        counts: dict[str, Counter[Any]] = {"records": self.states, "answers": self.statuses, "faults": self.faults}
+        return counts | {"most of budgets": self.budgets, "waited": self.waited}
 
 
 class Box:
@@ -180,6 +209,12 @@ class Simulation:
         self.databases: list[MemoryDatabase] = []
         self.boxes: list[Box] = []
         self.keys: list[str] = []
+        self.callers: dict[str, Caller] = {}
+        self.valkey, self.terms = MemoryValkey(takes_s=0.001), MemoryTerms()
+        self._cuts: dict[Gateway, CutValkey] = {}
+        self._served: dict[Gateway, Counter[str]] = {}
+        self._granted: dict[tuple[Gateway, str], tuple[int, float, float]] = {}
+        """The number of a tenant's last grant, and since when it waits for another one, and is the next to get one."""
         self._asked: list[tuple[asyncio.Task[None], MemoryClient, bool]] = []
         self._until = 0.0
 
@@ -188,9 +223,13 @@ class Simulation:
         began, self._until = time.process_time(), clock.monotonic() + self.scale.seconds
         self._build()
         async with asyncio.TaskGroup() as tasks:
-            for job in (self._beat(), self._sweep(), self._break_things(), self._ask_for_ever()):
+            holding = [tasks.create_task(self._budgets_of(gateway).run()) for gateway in self.gateways]
+            for job in (self._beat(), self._sweep(), self._weigh(), self._break_things(), self._ask_for_ever()):
                 tasks.create_task(job)
-        await self._finish()
+            await takes(self.scale.seconds)
+            await self._finish()
+            for task in holding:
+                task.cancel()
         self.report.cpu_s = time.process_time() - began
         return self.report
 
@@ -203,12 +242,21 @@ class Simulation:
             )
             self.gateways.append(gateway)
             self.databases.append(database)
+            self._cuts[gateway] = CutValkey(self.valkey)
+            self._served[gateway] = Counter()
+            gateway.pipeline.budgets = Budgets(
+                gateway_id=gateway.gateway_id, valkey=self._cuts[gateway], spending=self, terms=self.terms,
+                in_thread=call_at_once, find_others=partial(self._find_others, gateway), currency="EUR",
+            )  # fmt: skip
         entries = []
         for number in range(scale.tenants):
             minted = mint_credential(CredentialKind.CLIENT)
-            caller = Caller(
-                key_id=uuid.UUID(int=number + 1), key_name="k", tenant=f"t{number}", requests_per_minute=10**6,
-                allowed_models=frozenset(), priority=Priority.NORMAL,
+            tenant, budget = f"t{number}", BUDGETS[number % len(BUDGETS)] if scale.has_budgets else None
+            caller = self.callers[tenant] = Caller(
+                key_id=uuid.UUID(int=number + 1), key_name="k", tenant=tenant, requests_per_minute=10**6,
+                allowed_models=frozenset(), weight=scale.weights[number % len(scale.weights)],
+                priority=scale.priorities[number % len(scale.priorities)],
+                budgets=() if budget is None else (OwnedBudget(f"tenant:{tenant}", tenant, budget),),
             )  # fmt: skip
             entries.append((minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None)))
             self.keys.append(minted.text)
@@ -252,9 +300,64 @@ class Simulation:
                         self._connect(box, gateway)
             await takes(1.0)
 
+    # budgets
+
+    def _budgets_of(self, gateway: Gateway) -> Budgets:
+        assert gateway.pipeline.budgets is not None
+        return gateway.pipeline.budgets
+
+    def _find_others(self, gateway: Gateway) -> list[uuid.UUID]:
+        return [other.gateway_id for other in self.gateways if other is not gateway]
+
+    def sum_before(self, counters: Collection[Budgeted], *, without: Collection[uuid.UUID]) -> dict[Budgeted, int] | None:
+        """Say what gateways used that are gone; here none ever is."""
+        others = {gateway.gateway_id for gateway in self.gateways} - set(without)
+        return None if others else dict.fromkeys(counters, 0)
+
+    def sum_of_gone(self, counter: Budgeted, gateway_id: uuid.UUID) -> int | None:
+        return None
+
+    async def _weigh(self) -> None:
+        """Look every second who has what of the slots, and who waits for how long without a grant."""
+        while clock.monotonic() < self._until:
+            await takes(1.0)
+            for gateway in self.gateways:
+                queue = gateway.dispatcher._queue
+                waiting = [tenant for tenant in self.callers if queue.count_tenant(tenant)]
+                self._look_for_starvation(gateway, waiting)
+                if len(waiting) == len(self.callers):
+                    self._served[gateway].update(
+                        stream.request.tenant for link in gateway.registry for stream in cast("FakeLink", link).streams
+                    )
+
+    @property
+    def is_one_line(self) -> bool:
+        """Whether all tenants wait for the same, so that what they had says who is next."""
+        return self.scale.models == len(set(self.scale.priorities)) == 1
+
+    def _look_for_starvation(self, gateway: Gateway, waiting: list[str]) -> None:
+        """Complain of a tenant that is next by what it had, and gets nothing while others do."""
+        now, accounts = clock.monotonic(), gateway.dispatcher._queue._accounts
+        newest = max((account.last_granted for account in accounts.values()), default=0)
+        scores = {tenant: accounts[tenant].score(now) for tenant in waiting}
+        least = min(scores.values(), default=0.0)
+        for tenant in self.callers:
+            last = accounts[tenant].last_granted if tenant in accounts else 0
+            number, since, owed = self._granted.get((gateway, tenant), (last, now, now))
+            if tenant not in waiting or number != last:
+                since = owed = now
+            if scores.get(tenant, least) > least:
+                owed = now
+            self._granted[gateway, tenant] = last, since, owed
+            self.report.waited[tenant] = max(self.report.waited[tenant], int(now - since))
+            if self.is_one_line and now - owed > self.limits.starvation_s and newest > last + len(self.callers):
+                self._complain(f"{tenant} is next for {now - owed:.0f} s and was granted nothing, while others were")
+
     # what goes wrong
 
     async def _break_things(self) -> None:
+        if not self.scale.faults_per_min:
+            return
         async with asyncio.TaskGroup() as tasks:
             while clock.monotonic() < self._until:
                 await takes(self.draw.expovariate(self.scale.faults_per_min / 60))
@@ -278,6 +381,11 @@ class Simulation:
                 box.is_silent = True
                 await takes(seconds)
                 box.is_silent = False
+            case "valkey":  # for all gateways, or for one alone
+                cut = self.valkey if self.draw.random() < 0.5 else self.draw.choice(list(self._cuts.values()))
+                cut.is_away = True
+                await takes(seconds)
+                cut.is_away = False
             case "slow":
                 box.slowness = 8.0
                 await takes(seconds)
@@ -334,6 +442,13 @@ class Simulation:
                 if len(link.streams) + held[link] > link.active:
                     what = f"{len(link.streams)} streams and {held[link]} slots held for others"
                     self._complain(f"{link.node_name} has {what}, and counts {link.active}")
+        used: Counter[Budgeted] = Counter()
+        for gateway in self.gateways:
+            used.update({counter: share.used for counter, share in self._budgets_of(gateway)._shares.items()})
+        for counter, total in used.items():
+            (owned,) = self.callers[counter.owner.removeprefix("tenant:")].budgets
+            if total > owned.budget.amount:
+                self._complain(f"{counter.owner} uses {total} of {owned.budget.amount} {counter.kind}")
 
     def _look_at_failover(self, gateway: Gateway) -> Counter[Link]:
         """Return how many slots of each node are held for requests of nodes that are silent."""
@@ -376,6 +491,38 @@ class Simulation:
                 self._complain(f"{active} slots are held by nobody")
             if gateway.dispatcher.depth:
                 self._complain(f"{gateway.dispatcher.depth} requests wait in a queue that nobody watches")
+        self._judge_budgets()
+        self._judge_shares()
+
+    def _judge_budgets(self) -> None:
+        """Judge by the rows alone, which know nothing of shares."""
+        rows: dict[str, list[dict[str, Any]]] = {tenant: [] for tenant in self.callers}
+        for database in self.databases:
+            for row in database.rows.values():
+                if row["state"] != RequestState.REJECTED:
+                    rows[row["tenant"]].append(row)
+        for tenant, caller in self.callers.items():
+            for owned in caller.budgets:
+                most = find_most(owned.budget.kind, rows[tenant])
+                kind = owned.budget.kind.value
+                self.report.budgets[kind] = max(self.report.budgets[kind], most)
+                if most > owned.budget.amount:
+                    self._complain(f"{tenant} had {most} of {owned.budget.amount} {owned.budget.kind}")
+
+    def _judge_shares(self) -> None:
+        if not self.is_one_line:
+            return
+        whole = sum(caller.weight for caller in self.callers.values())
+        for served in self._served.values():
+            total = sum(served.values())
+            if total < ENOUGH_SAMPLES:
+                continue
+            for tenant, caller in self.callers.items():
+                share = served[tenant] / total / (caller.weight / whole)
+                if abs(share - 1) >= abs(self.report.shares.get(tenant, 1.0) - 1):
+                    self.report.shares[tenant] = share
+                if abs(share - 1) > UNFAIR:
+                    self._complain(f"{tenant} had {share:.2f} times its share while all waited")
 
     def _judge_clients(self) -> None:
         for task, client, leaves in self._asked:
@@ -384,6 +531,45 @@ class Simulation:
             self.report.statuses[client.status] += 1
             if not leaves and not client.is_whole:
                 self._complain(f"a client has no whole answer: {client.status}")
+
+
+class CutValkey:
+    """The way of one gateway to Valkey."""
+
+    def __init__(self, valkey: MemoryValkey) -> None:
+        self._valkey, self.is_away = valkey, False
+
+    async def eval(self, script: str, numkeys: int, *words: str) -> Any:  # Any: as in redis-py
+        self._require_way()
+        return await self._valkey.eval(script, numkeys, *words)
+
+    async def hkeys(self, name: str) -> list[bytes]:
+        self._require_way()
+        return await self._valkey.hkeys(name)
+
+    def _require_way(self) -> None:
+        if self.is_away:
+            raise redis.exceptions.ConnectionError("Valkey is away from here")
+
+
+async def call_at_once(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Do what another thread would, within the time that PostgreSQL takes."""
+    await takes(0.002)
+    return function(*arguments, **named)
+
+
+def find_most(kind: BudgetKind, rows: list[dict[str, Any]]) -> int:
+    """Return the most that requests used of a limit or budget at any time."""
+    if kind is BudgetKind.TOKENS_PER_DAY:
+        return sum(min(row["prompt_tokens"] + row["completion_tokens"], row["reserved_tokens"]) if row["tokens_estimated"]
+                   else (row["prompt_tokens"] or 0) + (row["completion_tokens"] or 0) for row in rows)  # fmt: skip
+    began = [datetime.fromisoformat(row["created_at"]) for row in rows]
+    if kind is BudgetKind.CONCURRENT_REQUESTS:
+        ended = [datetime.fromisoformat(row["finished_at"]) for row in rows]
+    else:  # a moment less than the minute: a row is made a moment after its request was counted
+        ended = [moment + timedelta(seconds=59.9) for moment in began]
+    steps = sorted([*((moment, 1) for moment in began), *((moment, -1) for moment in ended)])
+    return max(itertools.accumulate((step for _, step in steps), initial=0))
 
 
 def simulate(seed: int, scale: Scale) -> Report:

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.values import Priority
 from tests.fakes.contest import CONTESTS, Policy, Tally
 from tests.fakes.simulator import Scale, simulate
 
 SEEDS = [int(seed) for seed in os.environ.get("MUSTER_TEST_SEEDS", "1,2,3").split(",")]
+FEW_SEEDS = SEEDS if "MUSTER_TEST_SEEDS" in os.environ else SEEDS[:1]
+"""For what takes seconds of CPU each."""
 SCALE = Scale(**{
     name: type(value)(os.environ[f"MUSTER_TEST_{name.upper()}"])
     for name, value in vars(Scale()).items()
@@ -20,6 +23,13 @@ SCALE = Scale(**{
 
 OVERLOADED = replace(SCALE, nodes=5, seconds=min(SCALE.seconds, 240.0), requests_per_s=15.0)
 """Fewer slots than are asked for."""
+
+
+BACKLOGGED = Scale(
+    nodes=6, tenants=6, models=1, seconds=300.0, requests_per_s=20.0, faults_per_min=4.0, has_budgets=False, weights=(1, 2, 3)
+)  # fmt: skip
+"""Every tenant asks for more than its share."""
+TIERED = replace(BACKLOGGED, faults_per_min=0.0, priorities=(Priority.HIGH, Priority.LOW))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -72,3 +82,21 @@ def test_conversations_find_what_was_computed_of_them_more_often_than_by_load_or
     found = play("conversations", requests=96)
     others = max(found[policy].reused for policy in (Policy.LEAST_LOAD, Policy.ROUND_ROBIN))
     assert found[Policy.SCORE].reused > 1.2 * others
+
+
+@pytest.mark.parametrize("seed", FEW_SEEDS)
+def test_tenants_that_wait_share_the_slots_by_their_weights(seed: int) -> None:
+    report = simulate(seed, BACKLOGGED)
+    print(report)
+    assert not report.broken, str(report)
+    assert len(report.shares) == BACKLOGGED.tenants, "shares were measured"
+
+
+@pytest.mark.parametrize("seed", FEW_SEEDS)
+def test_low_priority_waits_behind_high_and_is_not_starved(seed: int) -> None:
+    report = simulate(seed, TIERED)
+    print(report)
+    assert not report.broken, str(report)
+    assert len(report.waited) == TIERED.tenants
+    low = [waited for tenant, waited in report.waited.items() if int(tenant.removeprefix("t")) % 2]
+    assert max(low) < TIERED.seconds / 3, "each is granted something now and then"
