@@ -161,25 +161,25 @@ class ModelPricesForm(forms.Form):
 PARTS = Weights.__struct_fields__
 
 
-def _weight_field(label: str) -> forms.FloatField:
+def _weight_field(label: str, usual: float) -> forms.FloatField:
     return forms.FloatField(
         label=label,
         required=False,
         min_value=0,
         max_value=1,
         widget=UnfoldAdminTextInputWidget,
-        help_text="From 0 to 1. Empty: as the installation is set.",
+        help_text=f"From 0 to 1. Empty: {usual:g}, as the installation is set.",
     )
 
 
 class ModelWeightsForm(forms.Form):
     """By what the nodes of a model are scored."""
 
-    load = _weight_field("Free slots")
-    active = _weight_field("Few requests")
-    latency = _weight_field("Speed")
-    reliability = _weight_field("Reliability")
-    affinity = _weight_field("Affinity to session and prompt")
+    load = _weight_field("Free slots", limits().gateway.score_load)
+    active = _weight_field("Few requests", limits().gateway.score_active)
+    latency = _weight_field("Speed", limits().gateway.score_latency)
+    reliability = _weight_field("Reliability", limits().gateway.score_reliability)
+    affinity = _weight_field("Affinity to session and prompt", limits().gateway.score_affinity)
 
 
 def _allow(model: Model, actor: str, values: Values) -> str:

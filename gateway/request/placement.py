@@ -150,7 +150,9 @@ class Placement:
         start = _find_prompt(body)
         blocks = self._prefixes.cut(tenant, model, body[start : start + self._prefixes.most_bytes])
         held = self._prefixes.count_held(blocks) if blocks else _NONE
-        who, by = (session, by) if session else (asker.key_id, "key")
+        who: str | int = session
+        if not session:  # the number of a UUID, whose own hash is worked out in Python
+            who, by = 0 if asker.key_id is None else asker.key_id.int, "key"
         number, used = hash((tenant, model, who)) if who else 0, 0
         if known := self._sessions.get(number):
             used = known[0] if now < known[1] else 0

@@ -26,6 +26,7 @@ from gateway.values import Caller
 from nodes.links import Link
 from nodes.links.port import EndKind, Sink
 from nodes.session import OpenRequest
+from nodes.states import Windows
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import CHAT, SSE, STREAM, Gateway, MemoryDatabase
@@ -122,7 +123,7 @@ class ScriptedNode(FakeLink):
 
     def __init__(self, name: str, machine: Machine, tally: Tally) -> None:
         super().__init__("m", slots=machine.slots, name=name, node_id=uuid.uuid5(uuid.NAMESPACE_DNS, name))
-        self.stale_after_s = self.offline_after_s = 1e9  # nobody says for it that it is there
+        self.windows = Windows(1e9, 1e9, 1e9)  # nobody says for it that it is there
         self._machine, self._tally = machine, tally
         self._began, self._computing_until = clock.monotonic(), 0.0
         self._kept: OrderedDict[int, None] = OrderedDict()
