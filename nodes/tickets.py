@@ -90,6 +90,7 @@ class TicketChannel:
                     await run_in_database(ensure_ticket_key)
                 # A name server may be slow.
                 error = error or await asyncio.to_thread(find_ticket_refusal, link.named_url)
+                error = error[: self._limits.probe_error_chars]
                 await run_in_database(store_ticket_refusal, node_id=link.node_id, url=link.named_url, error=error)
             except (DatabaseError, InterfaceError):
                 logger.warning("node.ticket_url_not_checked node_id=%s; looked at when the node registers again", link.node_id)

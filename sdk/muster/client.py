@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -64,12 +65,16 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a request is sent. ``ticket_id`` empty: to the gateway, with the caller's own key."""
+    """Where a request is sent. ``ticket_id`` empty: to the gateway, with the caller's own key.
+
+    ``has_own_ca``: the gateway has the CA that certified the node.
+    """
 
     base_url: str
     key: str
     model: str
     ticket_id: str = ""
+    has_own_ca: bool = False
 
 
 class _Attempt:
@@ -155,7 +160,8 @@ class _Course:
 
     def _read_place(self, said: Mapping[str, Any]) -> _Place:
         key = said.get("ticket") or said["new_ticket"]
-        return _Place(str(said["base_url"]).rstrip("/"), str(key), str(said["model"]), str(said["ticket_id"]))
+        place = (str(said["base_url"]).rstrip("/"), str(key), str(said["model"]), str(said["ticket_id"]))
+        return _Place(*place, has_own_ca=bool(said.get("ca_url")))
 
 
 class _Parser:
@@ -196,6 +202,11 @@ class _Settings:
         self._timeout = httpx.Timeout(self.bounds.read_s, connect=self.bounds.connect_s)
         self._follow_timeout = httpx.Timeout(self.bounds.follow_s, connect=self.bounds.connect_s)
 
+    @property
+    def _ca_url(self) -> str:
+        # Not the one that the ticket names: the gateway was verified where the caller reaches it.
+        return f"{self.gateway}/v1/ca"
+
     def _count(self, place: _Place) -> None:
         self.direct += bool(place.ticket_id)
         self.relayed += not place.ticket_id
@@ -205,11 +216,13 @@ class _Settings:
 
 
 class Client(_Settings):
-    """``http``: an ``httpx.Client`` of the caller's own, which stays open."""
+    """``http``: an ``httpx.Client`` of the caller's own, which stays open, and verifies nodes too."""
 
     def __init__(self, base_url: str, api_key: str, *, http: httpx.Client | None = None, bounds: Bounds | None = None) -> None:
         super().__init__(base_url, api_key, bounds)
         self._is_own, self._http = http is None, http or httpx.Client()
+        self._of_nodes: httpx.Client | None = None
+        """Trusts the CA of the gateway as well; for nodes alone."""
 
     def __enter__(self) -> Self:
         return self
@@ -220,6 +233,8 @@ class Client(_Settings):
     def close(self) -> None:
         if self._is_own:
             self._http.close()
+        if self._of_nodes is not None:
+            self._of_nodes.close()
 
     def chat(self, model: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Iterator[str | Restart]:
         """Yield the text of an answer as it comes. Raises what ``stream`` does."""
@@ -253,7 +268,8 @@ class Client(_Settings):
         url, headers, body = course.make_request(place)
         parser, watch = _Parser(), _Watch(lambda: self._follow(place), attempt, quiet_s=self.bounds.quiet_s)
         try:
-            with self._http.stream("POST", url, json=body, headers=headers, timeout=self._timeout) as answer:
+            http = self._choose_http(place)
+            with http.stream("POST", url, json=body, headers=headers, timeout=self._timeout) as answer:
                 if answer.is_error:
                     answer.read()
                 answer.raise_for_status()
@@ -267,6 +283,16 @@ class Client(_Settings):
                             return
         except httpx.HTTPError as failure:
             attempt.failure = failure
+            if isinstance(failure, httpx.ConnectError):
+                self._of_nodes = None  # the CA may be another one by now
+
+    def _choose_http(self, place: _Place) -> httpx.Client:
+        """Return what asks a place. Raises httpx.HTTPError."""
+        if not place.has_own_ca or not self._is_own:
+            return self._http
+        if self._of_nodes is None:
+            self._of_nodes = httpx.Client(verify=_trust(self._http.get(self._ca_url, timeout=self._timeout)))
+        return self._of_nodes
 
     def _follow(self, place: _Place) -> dict[str, Any] | None:
         """Return what the gateway says of the node of a ticket once that is lost; None = nothing, in ``follow_s``."""
@@ -323,6 +349,8 @@ class AsyncClient(_Settings):
     ) -> None:
         super().__init__(base_url, api_key, bounds)
         self._is_own, self._http = http is None, http or httpx.AsyncClient()
+        self._of_nodes: httpx.AsyncClient | None = None
+        """As of ``Client``."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -335,6 +363,8 @@ class AsyncClient(_Settings):
     async def close(self) -> None:
         if self._is_own:
             await self._http.aclose()
+        if self._of_nodes is not None:
+            await self._of_nodes.aclose()
 
     async def chat(self, model: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> AsyncIterator[str | Restart]:
         """Yield the text of an answer as it comes. Raises what ``stream`` does."""
@@ -371,7 +401,8 @@ class AsyncClient(_Settings):
         url, headers, body = course.make_request(place)
         parser = _Parser()
         try:
-            async with self._http.stream("POST", url, json=body, headers=headers, timeout=self._timeout) as answer:
+            http = await self._choose_http(place)
+            async with http.stream("POST", url, json=body, headers=headers, timeout=self._timeout) as answer:
                 if answer.is_error:
                     await answer.aread()
                 answer.raise_for_status()
@@ -384,6 +415,15 @@ class AsyncClient(_Settings):
                         return
         except httpx.HTTPError as failure:
             attempt.failure = failure
+            if isinstance(failure, httpx.ConnectError):
+                self._of_nodes = None
+
+    async def _choose_http(self, place: _Place) -> httpx.AsyncClient:
+        if not place.has_own_ca or not self._is_own:
+            return self._http
+        if self._of_nodes is None:
+            self._of_nodes = httpx.AsyncClient(verify=_trust(await self._http.get(self._ca_url, timeout=self._timeout)))
+        return self._of_nodes
 
     async def _read_line(self, lines: AsyncIterator[str], place: _Place, attempt: _Attempt) -> str | None:
         """Return the next line; None at the end, or when the gateway says of a silent node that it is lost."""
@@ -422,6 +462,17 @@ class AsyncClient(_Settings):
         except (httpx.HTTPError, TimeoutError):
             return None
         return attempt.failover
+
+
+def _trust(answer: httpx.Response) -> ssl.SSLContext:
+    """Return what nodes are verified with: the CAs that everybody trusts, and those of the gateway. Raises httpx.HTTPError."""
+    answer.raise_for_status()
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(cadata=answer.text)
+    except (ssl.SSLError, ValueError):
+        raise httpx.DecodingError("the CA of the gateway cannot be read", request=answer.request) from None
+    return context
 
 
 def _list_texts(event: Event) -> list[str]:

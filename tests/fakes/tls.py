@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
@@ -23,6 +25,32 @@ def make_request(key: PrivateKey, *extensions: x509.ExtensionType) -> str:
         builder = builder.add_extension(extension, critical=True)
     algorithm = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
     return builder.sign(key, algorithm).public_bytes(serialization.Encoding.PEM).decode()
+
+
+class Authority:
+    """A CA of a test."""
+
+    def __init__(self) -> None:
+        self._key = make_key()
+        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "CA of the tests")])
+        basic = x509.BasicConstraints(ca=True, path_length=0)
+        self.certificate = self._sign(self._name, self._key, basic, timedelta(days=1000))
+
+    def certify(self, key: PrivateKey | x509.CertificateSigningRequest, *, host: str, days: float = 30) -> str:
+        is_address = host.replace(".", "").isdigit()
+        name = x509.IPAddress(ipaddress.ip_address(host)) if is_address else x509.DNSName(host)
+        return self._sign(x509.Name([]), key, x509.SubjectAlternativeName([name]), timedelta(days=days))
+
+    def _sign(
+        self, name: x509.Name, key: PrivateKey | x509.CertificateSigningRequest, what: x509.ExtensionType, life: timedelta
+    ) -> str:
+        now = datetime.now(UTC)
+        made = (
+            x509.CertificateBuilder().subject_name(name).issuer_name(self._name).public_key(key.public_key())
+            .serial_number(x509.random_serial_number()).not_valid_before(now - timedelta(minutes=1))
+            .not_valid_after(now + life).add_extension(what, critical=True).sign(self._key, hashes.SHA256())
+        )  # fmt: skip
+        return made.public_bytes(serialization.Encoding.PEM).decode()
 
 
 def make_server(folder: Path, key: PrivateKey, certificate: str) -> ssl.SSLContext:

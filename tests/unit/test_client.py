@@ -6,13 +6,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any  # bodies are JSON
 
 import httpx
 import pytest
 
 from muster.client import AsyncClient, Bounds, Client, Event, Interrupted, Restart
+from tests.fakes.tls import Authority, make_key, make_server
 
 Parts = list[Any]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -29,6 +32,8 @@ class Fleet:
         """The nodes that tickets are given for, one after the other; then the gateway is to be asked."""
         self.answers: dict[str, list[str]] = {}
         self.events: dict[str, dict[str, Any]] = {}
+        self.url_of_nodes, self.authorities = "", ""
+        """Where nodes answer over TLS, and the CAs (PEM) that the gateway names."""
         self.is_over = threading.Event()
         fleet = self
 
@@ -53,8 +58,9 @@ class Fleet:
         self.server.server_close()
 
     def name_ticket(self, node: str, key: str = "ticket") -> dict[str, Any]:
-        place = "http://127.0.0.1:9/v1" if node == "down" else f"{self.url}/{node}/v1"
-        return {key: f"key-{node}", "ticket_id": f"tkt-{node}", "base_url": place, "model": f"m-{node}"}
+        place = "http://127.0.0.1:9/v1" if node == "down" else f"{self.url_of_nodes or self.url}/{node}/v1"
+        said = {key: f"key-{node}", "ticket_id": f"tkt-{node}", "base_url": place, "model": f"m-{node}"}
+        return said | ({"ca_url": "http://elsewhere/v1/ca"} if self.url_of_nodes else {})
 
     def serve(self, request: BaseHTTPRequestHandler) -> None:
         self.bodies.append(json.loads(request.rfile.read(int(request.headers["content-length"]))))
@@ -92,6 +98,12 @@ class Fleet:
             say_event(request, {"error": {"message": "the node was lost"}})
 
     def serve_events(self, request: BaseHTTPRequestHandler) -> None:
+        if request.path == "/v1/ca":
+            self.asked.append("ca")
+            request.send_response(200)
+            request.end_headers()
+            request.wfile.write(self.authorities.encode())
+            return
         node = request.path.split("/")[3].removeprefix("tkt-")
         self.asked.append(f"events-{node}")
         begin_events(request)
@@ -130,6 +142,18 @@ def fleet() -> Iterator[Fleet]:
     made = Fleet()
     yield made
     made.close()
+
+
+@contextmanager
+def serve_tls(fleet: Fleet, folder: Path, authority: Authority) -> Iterator[str]:
+    """Yield the address at which the same nodes answer over TLS."""
+    key = make_key()
+    with ThreadingHTTPServer(("127.0.0.1", 0), fleet.server.RequestHandlerClass) as server:
+        context = make_server(folder, key, authority.certify(key, host="127.0.0.1"))
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, args=[0.005], daemon=True).start()
+        yield f"https://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 class Asked:
@@ -176,6 +200,21 @@ def test_a_request_goes_to_the_node_of_its_ticket(fleet: Fleet, asked: Asked) ->
     )
     assert (body["model"], body["stream"], "x_pool_options" in body) == ("m-a", True, False), "a node knows nothing of them"
     assert (asked.direct, asked.relayed) == (1, 0)
+
+
+def test_a_node_is_verified_with_the_ca_of_the_gateway_and_else_the_gateway_relays(
+    fleet: Fleet, asked: Asked, tmp_path: Path
+) -> None:
+    authority, stranger = Authority(), Authority()
+    with serve_tls(fleet, tmp_path, authority) as url:
+        fleet.url_of_nodes, fleet.tickets, fleet.authorities = url, ["a"], authority.certificate
+        assert asked.chat() == ["Hello"]
+        assert fleet.asked == ["tickets", "ca", "a"]
+        for unusable in (stranger.certificate, "no certificate"):
+            fleet.tickets, fleet.asked, fleet.authorities = ["a"] * 9, [], unusable
+            assert asked.chat() == ["Hello"]
+            assert (fleet.asked[-1], "a" in fleet.asked) == ("gateway", False)
+            assert fleet.asked.count("ca") == BOUNDS.moves, "it is fetched anew each time"
 
 
 @pytest.mark.parametrize("ticket", ["", "404", "503"])

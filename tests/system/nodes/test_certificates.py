@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ssl
+import threading
+import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any  # settings of Django
 
 import pytest
+from asgiref.sync import sync_to_async
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
@@ -15,6 +20,10 @@ from django.utils import timezone
 
 from nodes.addresses import make_trust
 from nodes.errors import CertificateRefused, Conflict
+from nodes.links import EndKind, LinkRegistry
+from nodes.links.http import HttpLink, HttpTarget
+from nodes.links.keeper import LinkKeeper
+from nodes.links.port import LinkEnd
 from nodes.models import Node, NodeAuthority
 from nodes.services.certificates import (
     create_authority,
@@ -28,6 +37,8 @@ from nodes.services.certificates import (
     rotate_authority,
     sign_request,
 )
+from nodes.services.nodes import probe_node
+from tests.fakes.links import RequestSink, make_row, open_request
 from tests.fakes.nodes import ACTOR, audited, make_node
 from tests.fakes.tls import make_key, make_request, make_server, shake_hands
 from wire.credentials import derive_cipher
@@ -220,3 +231,61 @@ def test_the_next_ca_is_published_a_week_before_it_certifies_and_the_last_one_un
 
 def issuer_of(certificate: str) -> str:
     return x509.load_pem_x509_certificate(certificate.encode()).issuer.rfc4514_string()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def called(tmp_path: Path, settings: Any) -> Iterator[Node]:
+    """A node that is called at its URL over TLS, with a certificate of the internal CA."""
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = True
+    create_authority(actor=ACTOR)
+    key = make_key()
+    context = make_server(tmp_path, key, sign_request(csr=make_request(key), hosts=["127.0.0.1"], actor=ACTOR))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, args=[0.005], daemon=True).start()
+        yield make_node(public_base_url=f"https://127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
+
+
+def test_calls_of_a_node_trust_the_internal_ca_and_those_of_the_machine(called: Node) -> None:
+    assert probe_node(called, authorities=find_authorities([called.public_base_url])).error == ""
+    assert "CERTIFICATE_VERIFY_FAILED" in probe_node(called, authorities="").error
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_a_gateway_trusts_the_ca_that_holds_from_the_next_connection_on(called: Node) -> None:
+    port = int(called.public_base_url.rpartition(":")[2])
+    target = HttpTarget(scheme="https", host="127.0.0.1", address="127.0.0.1", port=port)
+    row = make_row(called.pk, is_direct=True, public_base_url=called.public_base_url, connected=False)
+    keeper = LinkKeeper(LinkRegistry(), gateway_id=uuid.uuid4(), connect_s=5.0)
+    keeper.apply([row], targets={called.pk: target}, peers={})
+    link = keeper.registry.get(called.pk)
+    assert isinstance(link, HttpLink)
+
+    async def ask() -> LinkEnd:
+        sink = RequestSink()
+        link.open_stream(open_request(is_streaming=False), sink)
+        return await sink.ended()
+
+    refused = await ask()
+    assert (refused.kind, "certificate verify failed" in refused.message.lower()) == (EndKind.ENGINE_FAILED, True), refused
+    keeper.trust(await sync_to_async(read_authorities)())
+    assert (await ask()).kind is EndKind.COMPLETE
+    link.close("over")

@@ -6,12 +6,11 @@ import asyncio
 import os
 import ssl
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 
 from runner.api.server import serve_api
 from runner.config import ApiConfig, TlsConfig, read_config
@@ -19,36 +18,12 @@ from runner.errors import ConfigError
 from runner.tls import ServerTls
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import assembled
-from tests.fakes.tls import PrivateKey, make_key
+from tests.fakes.tls import Authority, PrivateKey, make_key
 from wire import clock
 from wire.bridge import NodeCertificate
 
 HOST = "gpu1.lan"
 KEY = "the key of this node's owner"
-
-
-class Authority:
-    """A CA of the test."""
-
-    def __init__(self) -> None:
-        self._key = make_key()
-        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "CA of the tests")])
-        basic = x509.BasicConstraints(ca=True, path_length=0)
-        self.certificate = self._sign(self._name, self._key, basic, timedelta(days=1000))
-
-    def certify(self, key: PrivateKey | x509.CertificateSigningRequest, *, host: str = HOST, days: float = 30) -> str:
-        return self._sign(x509.Name([]), key, x509.SubjectAlternativeName([x509.DNSName(host)]), timedelta(days=days))
-
-    def _sign(
-        self, name: x509.Name, key: PrivateKey | x509.CertificateSigningRequest, what: x509.ExtensionType, life: timedelta
-    ) -> str:
-        now = datetime.now(UTC)
-        made = (
-            x509.CertificateBuilder().subject_name(name).issuer_name(self._name).public_key(key.public_key())
-            .serial_number(x509.random_serial_number()).not_valid_before(now).not_valid_after(now + life)
-            .add_extension(what, critical=True).sign(self._key, hashes.SHA256())
-        )  # fmt: skip
-        return made.public_bytes(serialization.Encoding.PEM).decode()
 
 
 class Hours:
@@ -80,10 +55,10 @@ async def test_the_key_is_the_nodes_own_and_a_restart_keeps_what_was_certified(t
     request = read_csr(tls)
     assert tls.ask() is None, "one request at a time"
     assert not await tls.take(NodeCertificate(error="no"))
-    for foreign in (authority.certify(make_key()), authority.certify(request, host="gpu2.lan"), "no certificate"):
+    for foreign in (authority.certify(make_key(), host=HOST), authority.certify(request, host="gpu2.lan"), "no certificate"):
         assert not await tls.take(NodeCertificate(certificate=foreign))
         assert not tls.is_held
-    assert await tls.take(NodeCertificate(certificate=authority.certify(request)))
+    assert await tls.take(NodeCertificate(certificate=authority.certify(request, host=HOST)))
     assert (tls.is_held, tls.ask()) == (True, None)
     assert {entry.name: entry.stat().st_mode & 0o777 for entry in os.scandir(tmp_path)} == {"tls.key": 0o600, "tls.pem": 0o600}
     again = open_tls(tmp_path)
@@ -107,7 +82,7 @@ async def test_a_certificate_is_renewed_in_its_last_third_by_the_servers_clock(
     authority, hours = Authority(), Hours()
     tls = open_tls(tmp_path, hours.now)
     tls.hear_authorities(authority.certificate)
-    await tls.take(NodeCertificate(certificate=authority.certify(read_csr(tls))))
+    await tls.take(NodeCertificate(certificate=authority.certify(read_csr(tls), host=HOST)))
     hours.ahead = ahead_h
     asked = tls.ask()
     assert (tls.is_held, asked is not None) == (is_held, is_due)
@@ -133,7 +108,7 @@ async def test_files_of_the_owner_are_read_again_and_cut_no_connection_off(tmp_p
         for path in (key, certificate):
             os.utime(path, (at_s, at_s))
 
-    before, after = authority.certify(first), authority.certify(second)
+    before, after = authority.certify(first, host=HOST), authority.certify(second, host=HOST)
     write(first, before, 1000)
     port = ("--standalone", "--api-port", "0", "--api-tls-cert", str(certificate), "--api-tls-key", str(key))
     async with assembled(tmp_path, *port) as parts:
