@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import ipaddress
 import os
 import re
 import socket
@@ -352,7 +353,6 @@ SHARED_KEY_PATH = Path("/etc/safebox/model-api.key")
 """Where the model-runner specification has the key of operation tokens."""
 _WS_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+\Z")
-_EVERYWHERE = frozenset({"0.0.0.0", "[::]", "*"})  # noqa: S104  # refused: others cannot dial it
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -569,9 +569,16 @@ def _read_gpu_ids(options: Options) -> tuple[int, ...]:
 def _read_cluster_address(options: Options) -> str:
     text = options.text("cluster_address")
     host, _, port = text.rpartition(":")
-    is_port = port.isdecimal() and 0 < int(port) < 65536
-    if text and (not host or not is_port or not text.isprintable() or " " in text or host in _EVERYWHERE):
-        raise ConfigError(f"--cluster-address must be the address of this node and a port, such as 10.0.0.1:8070, not {text!r}")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]")) if text else None
+    except ValueError:
+        address = None
+    # Ray takes no names, and others cannot dial the address that stands for all.
+    is_usable = address is not None and not address.is_unspecified and port.isdecimal() and 0 < int(port) < 65536
+    if text and not is_usable:
+        raise ConfigError(
+            f"--cluster-address must be an IP address of this node and a port, such as 10.0.0.1:8070, not {text!r}"
+        )
     return text
 
 

@@ -259,6 +259,7 @@ class ClusterLimits:
     beat_s: float = bound(1.0, "s", "Members of a replica hear each other this often.")
     silent_s: float = bound(10.0, "s", "A replica ends: a member of it was not heard.", setting="MUSTER_MEMBER_SILENT_S")
     farewell_s: float = bound(1.0, "s", "A member that does not read is not told any more why the replica ends.")
+    connections: int = bound(64, "connections", "A head hangs up on a further one.")
     notes: int = bound(8, "notes", "A replica ends: a member says more than there is to say.")
 
 

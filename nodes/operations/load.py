@@ -290,7 +290,7 @@ def _clean_members(request: Request) -> Request:
     if len({len(list(entry["gpus"])) for entry in given}) > 1:
         raise InvalidProposal(f"{MEMBERS} must name as many GPUs on each node as on the others.", param=MEMBERS)
     why = (
-        "be in a replica with other nodes: start it with --cluster-address HOST:PORT, an address in a network that only these "
+        "be in a replica with other nodes: start it with --cluster-address IP:PORT, an address in a network that only these "
         "nodes reach."
     )
     refuse_unable(order, lambda node: bool(node.cluster_address) and node.op_level == "L2", why=why, param=MEMBERS)

@@ -66,7 +66,7 @@ def _put_together(replica_id: str, parts: dict[str, ReplicaInfo], nodes: dict[st
         for place, runner_id in enumerate(any_part.members)
     )
     state = _judge(members)
-    reason = next((member.reason for member in members if member.state == "failed"), "") if state is ReplicaState.ENDED else ""
+    reason = _explain_end(members) if state is ReplicaState.ENDED else ""
     return SpanningReplica(replica_id, any_part.model, state, reason, members)
 
 
@@ -75,6 +75,12 @@ def _describe(runner_id: str, part: ReplicaInfo | None, nodes: dict[str, Node], 
     if part is None:
         return MemberState(runner_id, node, is_head, "", "", ())
     return MemberState(runner_id, node, is_head, part.state, part.detail, tuple(part.gpus))
+
+
+def _explain_end(members: Sequence[MemberState]) -> str:
+    told = next((member.reason for member in members if member.state == "failed" and member.reason), "")
+    silent = next((member.runner_id for member in members if not member.state), "")
+    return told or (f"{silent.partition('#')[0]} says nothing of it" if silent else "")
 
 
 def _judge(members: Sequence[MemberState]) -> ReplicaState:

@@ -270,7 +270,7 @@ class Gathering:
         """Listen for members. Raises EngineError."""
         address = self._cluster.own.address
         try:
-            self._server = await asyncio.start_server(self._greet, *split_address(address))
+            self._server = await asyncio.start_server(self._accept, *split_address(address))
         except OSError as error:
             raise EngineError(f"the cluster address {address} cannot be listened on: {error.strerror}") from None
 
@@ -315,20 +315,27 @@ class Gathering:
     def _missing(self) -> list[Member]:
         return [member for member in self._cluster.members[1:] if member.node not in self._channels]
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            async with asyncio.timeout(limits().cluster.meet_s):
-                channel = await _meet_member(self._cluster, reader, writer)
-            if channel.node in self._channels:
-                raise _Refused("it is here already")
-        except (OSError, ValueError, TimeoutError, _Refused) as error:
-            log.warning("cluster refuses a connection peer=%s reason=%s", writer.get_extra_info("peername"), error)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= limits().cluster.connections:
             writer.close()
             return
+        self._tasks.add(task := asyncio.create_task(self._greet(reader, writer)))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = None
+        try:
+            async with asyncio.timeout(limits().cluster.meet_s):
+                met = await _meet_member(self._cluster, reader, writer)
+            if met.node in self._channels:
+                raise _Refused("it is here already")
+            channel = met
+        except (OSError, ValueError, TimeoutError, _Refused) as error:
+            log.warning("cluster refuses a connection peer=%s reason=%s", writer.get_extra_info("peername"), error)
+            return
+        finally:
+            if channel is None:
+                writer.close()
         self._channels[channel.node] = channel
         self._notes[channel.node] = asyncio.Queue(maxsize=limits().cluster.notes)
         channel.keep_alive()

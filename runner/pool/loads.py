@@ -419,7 +419,7 @@ class Loader:
         reading = await self._capacity.read() if definition.device != "cpu" else None
         held = self._find_held_gpus()
         given, found = self._gpu_ids, reading.engine_ids if reading is not None else ()
-        if free := tuple(index for index in given or found if index not in held):
+        if not asked and (free := tuple(index for index in given or found if index not in held)):
             given = free if given else ()
             found = free if not given else found
         gpu_ids = choose_gpus(

@@ -218,6 +218,8 @@ class FakeEngine:
         for gate in (self.may_load, self.may_unload, self.may_flush):
             gate.set()
         self.has_died = asyncio.Event()
+        self.ends: EngineError | None = None
+        """Why it is over, where another node says so, once it has died."""
         self.fails: BaseException | None = None
         self.refuses_unload: BaseException | None = None
         self.flushes = True
@@ -311,6 +313,8 @@ class FakeEngine:
 
     async def wait_gone(self) -> None:
         await self.has_died.wait()
+        if self.ends is not None:
+            raise self.ends
 
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
         raise EngineError(f"a fake counts nothing of {len(fields)} fields")

@@ -137,6 +137,7 @@ class Desk:
         assert told is not None
         assert governance.identity is not None
         self.parts = parts
+        self.told = told
         self.bench = Bench(parts)
         self.issuer = Issuer.of(fleet, told)
         self.public_key = governance.identity.public_key
@@ -148,7 +149,8 @@ class Desk:
             ledger=parts.ledger,
         )  # fmt: skip
         pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
-        self.operations = Operations(pool, self.gate, parts.ledger, governance.identity)
+        address = parts.config.operations.cluster_address
+        self.operations = Operations(pool, self.gate, parts.ledger, governance.identity, cluster_address=address)
         self.commands = Commands(self.operations, parts.seek, parts.reload_settings)
 
     def command(self, operation: str = "model-load", *, op_id: str = "", **body: Any) -> bridge.OpCommand:
@@ -164,11 +166,11 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk_of(tmp_path: Path) -> AsyncIterator[Desk]:
+async def desk_of(tmp_path: Path, *options: str) -> AsyncIterator[Desk]:
     fleet = Fleet()
     if not (tmp_path / "data").exists():
         await enrol(tmp_path / "data", fleet)
-    async with assembled(tmp_path) as parts:
+    async with assembled(tmp_path, *options) as parts:
         desk = Desk(parts, fleet)
         try:
             yield desk

@@ -62,7 +62,8 @@ def test_a_replica_serves_while_all_of_its_nodes_say_so(
     assert [(member.node, member.is_head, member.state) for member in found.members] == [
         (pair[0], True, head or ""), (pair[1], False, helper or ""),
     ]  # fmt: skip
-    assert found.reason == ("lost" if "failed" in (head, helper) else "")
+    silent = f"{'head' if head is None else 'helper'} says nothing of it" if None in (head, helper) else ""
+    assert found.reason == ("" if state is not ReplicaState.ENDED else "lost" if "failed" in (head, helper) else silent)
 
 
 def test_what_a_node_says_of_replicas_that_it_is_not_in_or_while_it_is_away_does_not_count(pair: list[Node]) -> None:

@@ -300,3 +300,46 @@ async def test_what_cannot_be_written_down_is_not_said_to_be_kept(desk: Desk) ->
     assert (done.state, "keptLoaded" in done.result) == ("succeeded", False)
     receipt = read_receipt(done.receipt, desk.public_key)
     assert receipt.result_digest == digest_result(done.result)
+
+
+async def test_a_load_over_nodes_that_this_node_cannot_take_part_in_spends_no_token(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, "--cluster-address", "10.0.0.1:8070") as desk:
+        identity = desk.parts.governance.identity
+        assert identity is not None
+        assert desk.told.cluster_address == "10.0.0.1:8070"
+        own = {"node": identity.certified_id, "address": "10.0.0.1:8070", "gpus": [0]}
+        other = {"node": "other#key", "address": "10.0.0.2:8070", "gpus": [0]}
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"members": [other, {**other, "node": "third#key"}]}, "members does not name this node"),
+            ({"members": [own]}, "must name 2 to 16 nodes"), ({"members": [own, other, other]}, "each once"),
+            ({"members": [own, {**other, "gpus": [0, 1]}]}, "as many GPUs as the others"),
+            ({"members": [{**own, "address": "10.0.0.9:1"}, other]}, "whose cluster address is 10.0.0.1:8070"),
+            ({"members": [own, {**other, "address": "nowhere"}]}, "'nowhere' is no HOST:PORT"),
+            ({"members": [own, other], "keepLoaded": True}, "cannot go together with keepLoaded"),
+            ({"members": [own, other], "gpus": [0]}, "cannot go together with keepLoaded and gpus"),
+            ({"members": [{**own, "role": "head"}, other]}, "cannot be used"),
+        ]  # fmt: skip
+        for body, words in cases:
+            ear = Ear()
+            desk.commands.take(desk.command(modelId="a", **body), ear)
+            end = await ear.end()
+            assert (end.state, words in end.message) == ("refused", True), end
+        # Let in, since all of it was approved; that it runs on another engine is the node's own word, and signed.
+        ear = Ear()
+        desk.commands.take(desk.command(modelId="a", members=[own, other]), ear)
+        end = await ear.end()
+        assert (end.state, "a runs on gguf; only vLLM spreads a replica over nodes" in end.message) == ("failed", True), end
+        assert read_receipt(end.receipt, desk.public_key).outcome == "failed"
+        assert desk.bench.engines == []
+
+
+async def test_a_node_without_a_cluster_address_says_so(desk: Desk) -> None:
+    identity = desk.parts.governance.identity
+    assert identity is not None
+    members = [
+        {"node": identity.certified_id, "address": "10.0.0.1:1", "gpus": [0]},
+        {"node": "o#k", "address": "10.0.0.2:1", "gpus": [0]},
+    ]
+    ear = Ear()
+    desk.commands.take(desk.command(modelId="a", members=members), ear)
+    assert "was not given; start it with --cluster-address" in (await ear.end()).message

@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 
 from runner.definitions.fields import ModelDefinition
+from runner.definitions.plan import Cluster, Member, Observation
 from runner.engines.port import CHAT, Capabilities, FlushRequest, FlushResult, FlushScope
 from runner.errors import (
     EngineError,
@@ -25,6 +27,7 @@ from runner.errors import (
     ModelLoading,
     OperationInterrupted,
     OpTokenRefused,
+    ReplicaUnloaded,
     RunnerError,
     SettingsConflict,
     Unavailable,
@@ -37,11 +40,13 @@ from runner.limits import limits
 from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import FlushBody, LoadBody, Operations, Reply, UnloadBody
 from runner.parts import Parts
-from runner.pool.loads import LoadOrder, Pool, end_flush
+from runner.pool.loads import Loader, LoadOrder, Pool, end_flush
 from runner.pool.models import Model, ModelState
+from runner.report import list_replicas
 from runner.telemetry.memory import TreeMemory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.model_files import write_folder
 from tests.fakes.runners.parts import Bench, assembled, find, write_models
 from tests.fakes.waiting import eventually, turns
 from wire.ids import new_uuid7
@@ -574,3 +579,100 @@ async def test_a_model_that_the_settings_switch_on_and_that_does_not_fit_is_fail
 async def test_the_machine_has_been_read_before_a_gateway_is_told_of_it(tmp_path: Path) -> None:
     async with assembled(tmp_path) as parts:
         assert parts.reading is not None
+
+
+# Replicas over several nodes
+
+OWN, OTHER = "own#key", "other#key"
+
+
+@dataclass
+class Span:
+    """A node with three GPUs, two of which it gives to a replica of ``big`` together with another node."""
+
+    bench: Bench
+    loader: Loader
+
+    @property
+    def model(self) -> Model:
+        return find(self.bench.parts, "big")
+
+    async def load(self, *, is_head: bool) -> FakeEngine:
+        members = [Member(OWN, "10.0.0.1:1", (0, 1)), Member(OTHER, "10.0.0.2:1", (0, 1))]
+        own = members[0]
+        cluster = Cluster("op.1", "d", tuple(members if is_head else members[::-1]), own, b"", lambda message: message)
+        order = await self.loader.order("big", overrides={"gpus": [0, 1]}, cluster=cluster)
+        assert isinstance(order, LoadOrder)
+        await self.loader.carry_out(order, lambda _: None)
+        return self.bench.engines[-1]
+
+
+@pytest.fixture
+async def span(bench: Bench, tmp_path: Path) -> Span:
+    parts = bench.parts
+    folder = write_folder(tmp_path / "big", {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8})
+    for name in ("big", "small"):
+        parts.pool.registry.define(ModelDefinition(model_id=name, backend="vllm", model_path=str(folder)))
+    # A measured load, so that the first guess of what vLLM takes does not decide whether it fits on this machine.
+    await parts.ledger.add_observation(Observation("vllm", "x", "k", 0, 0, 1, 1.0, 1.0))
+    loader = Loader(
+        parts.pool.registry, capacity=parts.pool.capacity, unloader=parts.pool.unloader, make_engine=bench.make_engine,
+        threads=1, gpu_ids=(0, 1, 2), defaults={},
+    )  # fmt: skip
+    return Span(bench, loader)
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+async def test_a_replica_over_nodes_that_is_lost_ends_with_the_reason_and_is_not_loaded_again(
+    span: Span, is_head: bool
+) -> None:
+    engine = await span.load(is_head=is_head)
+    assert (span.model.state, span.model.is_ready, span.model.is_reserved) == (ModelState.LOADED, is_head, not is_head)
+    [told] = [one for one in list_replicas(span.bench.parts.pool.registry.models) if one.model == "big"]
+    assert (told.state, told.gpus, told.replica_id) == ("loaded" if is_head else "reserved", [0, 1], "op.1")
+    engine.ends = EngineError("the connection to other ended")
+    engine.die()
+    await eventually(lambda: not span.model.replicas, "it is let go of")
+    assert (span.model.state, span.model.last_error) == (ModelState.FAILED, "the connection to other ended")
+    assert (engine.steps, len(span.bench.engines)) == (["load", "kill"], 1), "nobody approved another load"
+    await span.load(is_head=is_head)
+    assert span.model.state is ModelState.LOADED
+
+
+async def test_a_replica_that_was_unloaded_on_another_node_is_unloaded_here(span: Span) -> None:
+    engine = await span.load(is_head=False)
+    engine.ends = ReplicaUnloaded("other unloaded it")
+    engine.die()
+    await eventually(lambda: span.model.state is ModelState.UNLOADED, "it is unloaded")
+    assert (span.model.replicas, span.model.last_error, span.model.plan) == ([], None, None)
+    assert not [one for one in list_replicas(span.bench.parts.pool.registry.models) if one.model == "big"]
+
+
+async def test_gpus_that_are_lent_to_a_replica_are_for_no_other_load(span: Span) -> None:
+    engine = await span.load(is_head=False)
+    with pytest.raises(WrongState, match="would be on GPU 1, which big holds for a replica over several nodes"):
+        await span.loader.order("small", overrides={"gpus": [1, 2]})
+    order = await span.loader.order("small", overrides={})
+    assert isinstance(order, LoadOrder)
+    assert order.plan.gpu_ids == (2,), "what is left of the three"
+    span.loader.call_off(order)
+    with pytest.raises(LoadConflict, match="over several nodes, with other as head"):
+        await span.loader.order("big", overrides={})
+    engine.ends = ReplicaUnloaded("other unloaded it")
+    engine.die()
+    await eventually(lambda: span.model.state is ModelState.UNLOADED, "it is unloaded")
+    free = await span.loader.order("small", overrides={"gpus": [1, 2]})
+    assert isinstance(free, LoadOrder)
+    assert free.plan.gpu_ids == (1, 2)
+
+
+async def test_an_unload_that_meets_the_end_of_the_replica_ends_once(span: Span) -> None:
+    engine = await span.load(is_head=True)
+    engine.may_unload.clear()
+    unloading = asyncio.create_task(span.bench.unloader.unload("big", force=True))
+    await eventually(lambda: span.model.state is ModelState.UNLOADING, "the unload is at it")
+    engine.ends = EngineError("the connection to other ended")
+    engine.has_died.set()
+    engine.may_unload.set()
+    assert (await unloading).was_loaded
+    assert (span.model.state, span.model.replicas) == (ModelState.UNLOADED, [])

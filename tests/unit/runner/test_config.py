@@ -753,3 +753,19 @@ def test_a_field_that_would_do_nothing_is_refused(fields: dict[str, object], nam
     for backend in ("gguf", "vllm", "ct2", "whisper"):
         for device in (None, "auto", "cpu", "cuda", "cuda:7"):
             assert one({"backend": backend, "device": device}).device == device
+
+
+@pytest.mark.parametrize(
+    "text", ["10.0.0.1", "gpu1.lan:8070", "0.0.0.0:8070", "[::]:8070", "10.0.0.1:0", "10.0.0.1:x", ":8070"]
+)
+def test_an_address_that_other_nodes_cannot_use_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--cluster-address must be an IP address of this node and a port"):
+        read_config(["--standalone", "--cluster-address", text], {})
+
+
+def test_the_cluster_address_is_given_by_flag_or_variable() -> None:
+    for argv, env, address in (
+        (["--cluster-address", "10.0.0.1:8070"], {}, "10.0.0.1:8070"), ([], {}, ""),
+        ([], {"MUSTER_CLUSTER_ADDRESS": "[fd00::1]:1"}, "[fd00::1]:1"),
+    ):  # fmt: skip
+        assert read_config(["--standalone", *argv], env).operations.cluster_address == address

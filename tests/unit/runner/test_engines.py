@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.definitions.plan import LoadPlan
+from runner.definitions.plan import Cluster, LoadPlan, Member
 from runner.engines.children.textserver import ChatFields, ChatTemplate, Detokeniser, StopStrings, read_fields, special_tokens
 from runner.engines.children.web import Refusal
 from runner.engines.comfy import read_image_request
@@ -26,6 +26,8 @@ from runner.engines.http_engine import set_thinking
 from runner.engines.llama_slots import Lease, Owner, SlotTable, cut_prompt, is_object, pin_body
 from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope
 from runner.engines.process import make_private_folder
+from runner.engines.ray import build_environment as ray_environment
+from runner.engines.ray import build_head_command, build_member_command, find_ray
 from runner.engines.vllm import Salts, seal_body
 from runner.engines.vllm_command import StartupLog, build_command, build_environment
 from runner.errors import EngineError, InvalidRequest
@@ -596,3 +598,47 @@ def test_the_settings_hold_where_the_client_says_nothing_and_a_body_that_cannot_
         assert changed == {"model": "m", "temperature": 0.1}
     for body in (b"", b"[]", b"{", b'{"chat_template_kwargs": 7}', b"\xff"):
         assert set_thinking(LoadPlan("m", "tabbyapi", options={"enable_thinking": True}), body) == body
+
+
+def cluster(own: int) -> Cluster:
+    members = tuple(Member(f"gpu{number}#key", f"10.0.0.{number}:8070", (0, 1)) for number in (1, 2, 3))
+    return Cluster("op_1.1", "d" * 64, members, members[own], b"", lambda message: message)
+
+
+def test_a_replica_over_nodes_is_tensor_parallel_within_and_pipeline_parallel_over_them(model: Path) -> None:
+    plan = replace(plan_for(model, gpu_ids=(0, 1), budget_mb=8192), cluster=cluster(0))
+    words = flags(plan)
+    assert (value(words, "--tensor-parallel-size"), value(words, "--pipeline-parallel-size")) == ("2", "3")
+    assert value(words, "--distributed-executor-backend") == "ray"
+    single = flags(replace(plan, gpu_ids=(0,)))
+    assert value(single, "--tensor-parallel-size") == "1"
+    assert "--distributed-executor-backend" not in flags(replace(plan, cluster=None))
+    # Of the budget of a node its third of the weights goes off, not all of them.
+    least = (8192 * MIB - 2 * MIB // 3 - 2 * limits().engines.vllm_overhead_bytes) // 2
+    assert int(value(words, "--kv-cache-memory-bytes")) == pytest.approx(least, abs=MIB)
+    assert (plan.is_reserved, replace(plan, cluster=cluster(1)).is_reserved, replace(plan, cluster=None).nodes) == (
+        False, True, 1,
+    )  # fmt: skip
+
+
+def test_ray_is_started_as_its_command_line_has_it_and_sees_the_gpus_of_the_load_alone() -> None:
+    head, member = cluster(0), cluster(2)
+    common = ["--num-gpus=2", "--disable-usage-stats", "--block"]
+    assert build_head_command("ray", head, 6400) == [
+        "ray", "start", "--head", "--port=6400", "--include-dashboard=false", "--node-ip-address=10.0.0.1", *common,
+    ]  # fmt: skip
+    assert build_member_command("ray", member, "10.0.0.1:6400") == [
+        "ray", "start", "--address=10.0.0.1:6400", "--node-ip-address=10.0.0.3", *common,
+    ]  # fmt: skip
+    environment = ray_environment(member, address="10.0.0.1:6400", token="t")
+    names = ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+    assert [environment[name] for name in names] == ["0,1", "10.0.0.3", "10.0.0.1:6400", "token", "t"]
+
+
+def test_ray_that_is_not_beside_vllm_is_named_with_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("MUSTER_VLLM_PYTHON", str(python))
+    with pytest.raises(EngineError, match=f"there is no {tmp_path}/ray; run {python} -m pip install ray"):
+        find_ray()

@@ -599,6 +599,12 @@ def test_layers_that_stay_with_the_host_take_nothing_of_the_gpu() -> None:
     assert whole.last_layers(-1) == whole.last_layers(25) == whole.last_layers(4096) == whole
 
 
+def test_a_node_of_several_has_its_share_of_weights_and_layers_rounded_up() -> None:
+    whole = make_shape(*[memory.KvLayer(1, 1, 1, layer) for layer in range(1, 8)], weights_bytes=1000)
+    part = whole.share(3)
+    assert (part.weights_bytes, len(part.kv_layers)) == (334, 3)
+
+
 def seen(beyond: int, at: float, *, backend: str = "gguf", measured: int | None = None) -> Observation:
     return Observation(backend, "m", "k", 1000, 200, 1200 + beyond if measured is None else measured, 1.0, at)
 

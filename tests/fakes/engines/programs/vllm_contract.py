@@ -280,6 +280,7 @@ async def watch_cluster(args: argparse.Namespace) -> None:
 
     async def follow() -> None:
         await reader.readline()
+        writer.close()
         say("EngineCore", "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "ERROR")
         await takes(0.5)
         os._exit(1)
