@@ -27,6 +27,7 @@ from gateway.services.tenants import change_response_policy, create_tenant
 from gateway.urls import make_application
 from governance.admin_tokens import create_admin_token
 from governance.models import PolicyVersion
+from nodes.services.certificates import KnownAuthority
 from tests.fakes.asgi_client import on_our_server
 from tests.fakes.nodes import ACTOR, PASSWORD, make_operator
 from tests.fakes.policies import make_people, make_policy
@@ -35,8 +36,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 REFUSED = {401, 403}
 NOT_SERVED = {404, 405}
-PUBLIC = {"/", "/health", "/openapi.json", "/favicon.ico"}
-"""Routes that answer whoever asks: what this is, whether it lives, the API's description and an icon."""
+PUBLIC = {"/", "/health", "/openapi.json", "/favicon.ico", "/v1/ca"}
+"""Routes that answer whoever asks: what this is, whether it lives, the API's description, an icon, and whom to trust."""
 HIDDEN = "/internal/"
 """Routes of other gateways: to everybody else there is nothing."""
 IDS = {
@@ -125,6 +126,7 @@ def closed_lists() -> Iterator[None]:
 async def gateway() -> AsyncIterator[Gateway]:
     owner, stranger, admin = await prepare()
     runtime = GatewayRuntime()
+    runtime.node_channel.tickets.certificates.take((KnownAuthority("-----BEGIN CERTIFICATE-----", dropped_at=None),))
     yield Gateway(make_application(runtime), list_routes(runtime), owner, stranger, admin)
     await sync_to_async(connections.close_all)()
 
