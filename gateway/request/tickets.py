@@ -108,7 +108,10 @@ class _Asked:
 
 @dataclass(slots=True)
 class HeldSlot:
-    """A slot that is held for a ticket until its request has ended, or ``timer`` ends it."""
+    """A slot that is held for a ticket until its request has ended, or ``timer`` ends it.
+
+    ``is_interrupted``: its node has cut the request; the slot is free then, and the holder is still told where to go on.
+    """
 
     lease: Lease
     caller: Caller
@@ -116,6 +119,7 @@ class HeldSlot:
     timer: asyncio.TimerHandle
     is_used: bool = False
     """Whether its node said that its request began, or ended."""
+    is_interrupted: bool = False
 
 
 @dataclass(slots=True)
@@ -153,15 +157,15 @@ class TicketOffice:
             raise TicketUnknown
         return slot
 
-    def find_loss(self, link: Link) -> str:
-        """Return why what runs on a node may not end well there; empty = nothing speaks against it."""
+    def find_loss(self, link: Link, *, is_cut: bool = False) -> str:
+        """Return why what runs on a node may not end well there, or was cut; empty = nothing speaks against it."""
         if link.silence_s >= link.windows.stale_s:
             return "gpu_timeout"
         if link.closed or self.registry.get(link.node_id) is not link:
             return "gpu_lost"
-        deadline = link.policy.drain_deadline_at
-        if deadline is not None and clock.monotonic() >= deadline:
-            return "gpu_reclaimed" if link.policy.reclaimed else "gpu_draining"
+        policy = link.policy
+        if is_cut or (policy.drain_deadline_at is not None and clock.monotonic() >= policy.drain_deadline_at):
+            return "gpu_reclaimed" if policy.reclaimed else "gpu_draining" if policy.draining else "gpu_lost"
         return ""
 
     async def say_failover(self, client: ClientConnection, slot: HeldSlot, reason: str) -> bytes:
@@ -179,7 +183,7 @@ class TicketOffice:
             prompt_chars=asked.prompt_chars,
             options=asked.options,
         )
-        reason = self.find_loss(link) or "gpu_lost"  # else its engine was
+        reason = self.find_loss(link, is_cut=True)
         return await self._say_failover(call.client, call.caller, request, reason, avoid=job.avoid)
 
     async def _say_failover(
@@ -348,6 +352,10 @@ class TicketOffice:
             metrics.TICKETS.labels("used").inc()
         if report.status == RequestState.RUNNING:
             slot.timer = self._free_after(report.ticket_id, limits().gateway.request_s)
+        elif report.status == RequestState.INTERRUPTED:
+            slot.is_interrupted = True
+            slot.lease.release()
+            slot.timer = self._free_after(report.ticket_id, limits().gateway.ticket_s)
         else:
             self._free(report.ticket_id)
 

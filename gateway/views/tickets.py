@@ -52,7 +52,9 @@ def make_ticket_routes(runtime: GatewayRuntime) -> list[tuple[str, Application]]
             client.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")])
             client.write(COMMENT)
             said_at, reason = clock.monotonic(), ""
-            while ticket_id in runtime.tickets.slots and not (reason := runtime.tickets.find_loss(slot.lease.link)):
+            while ticket_id in runtime.tickets.slots and not (
+                reason := runtime.tickets.find_loss(slot.lease.link, is_cut=slot.is_interrupted)
+            ):
                 await client.wait_for_work(asyncio.sleep(runtime.limits.ticket_look_s))
                 if clock.monotonic() - said_at >= runtime.limits.stream_ping_s:
                     client.write(COMMENT)

@@ -452,6 +452,22 @@ async def test_no_client_is_sent_to_an_agent_that_did_not_ask_for_it_or_cannot_b
     assert (await central.ask()).json()["relay"] is True
 
 
+@pytest.mark.parametrize(("policy", "reason"), [({"reclaimed": True}, "gpu_reclaimed"), ({}, "gpu_lost")])
+async def test_whoever_follows_a_ticket_after_its_node_has_cut_the_request_is_told_so(
+    central: Central, policy: dict[str, bool], reason: str
+) -> None:
+    async with central.node() as socket:
+        said, ticket = await take_ticket(central, socket)
+        (link,) = central.runtime.registry
+        for name, value in policy.items():
+            setattr(link.policy, name, value)
+        report = bridge.TicketUsage(ticket_id=said["ticket_id"], record_id=ticket.record_id, model="m", status="interrupted")
+        socket.say(bridge.UsageReport(reports=[report]))
+        await eventually(lambda: not link.active, "its slot is free")
+        told = (await central.follow(f"/v1/tickets/{said['ticket_id']}/events", central.key)).text
+        assert f'"type":"x_pool_failover","reason":"{reason}"' in told
+
+
 async def test_following_ends_when_the_request_of_a_ticket_has_ended(central: Central) -> None:
     set_limits(gateway={"ticket_look_s": 0.02})
     async with central.node() as socket:
