@@ -184,13 +184,15 @@ class TicketOffice:
             options=asked.options,
         )
         reason = self.find_loss(link, is_cut=True)
-        return await self._say_failover(call.client, call.caller, request, reason, avoid=job.avoid)
+        is_chunk = path in (CHAT_PATH, PATHS["completions"])
+        return await self._say_failover(call.client, call.caller, request, reason, avoid=job.avoid, is_chunk=is_chunk)
 
     async def _say_failover(
-        self, client: ClientConnection, caller: Caller, request: InferenceRequest, reason: str, *, avoid: Iterable[Link]
-    ) -> bytes:
+        self, client: ClientConnection, caller: Caller, request: InferenceRequest, reason: str,
+        *, avoid: Iterable[Link], is_chunk: bool = False,
+    ) -> bytes:  # fmt: skip
         # The event of the central-server document, section 3.3. Its ticket is for a request of its own, with a record and a
-        # reservation; none: ask the gateway.
+        # reservation; none: ask the gateway. SDKs of OpenAI take each event of a chat for a chunk, which has choices.
         answer: GivenTicket | RelayAdvice = RelayAdvice(base_url=self.relay_url)
         record_id = new_uuid7()
         try:
@@ -203,6 +205,7 @@ class TicketOffice:
             pass
         given = msgspec.to_builtins(answer)
         said = {"type": "x_pool_failover", "reason": reason, "new_ticket": given.pop("ticket", None), **given}
+        said |= {"choices": []} if is_chunk else {}
         return b"event: x_pool_failover\ndata: %b\n\n" % _encode(said)
 
     async def _give(

@@ -331,6 +331,7 @@ async def test_a_relayed_stream_whose_node_is_lost_names_another_before_its_erro
             assert '"error"' in events[2]
             expected = "gpu_lost" if reason == "engine" else reason
             assert (said["type"], said["reason"], said["base_url"]) == ("x_pool_failover", expected, f"{URL}/v1")
+            assert said["choices"] == [], "an SDK that takes it for a chunk goes on reading, to the error"
             ticket = verify_ticket(said["new_ticket"], told_keys(spare), audience=said["node_id"], now=clock.unix_s())
             assert (ticket.model, ticket.caps.max_tokens) == ("m", 20)
             assert (await find_record(said["ticket_id"])).node_name == "spare"
