@@ -32,7 +32,7 @@ from gateway.services.requests import (
 from governance.operations.approvals import active_policy
 from nodes.operations.load import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
-from nodes.states import Freshness
+from nodes.states import Freshness, Health
 from wire import clock
 from wire.contract import NodeStatus
 
@@ -252,7 +252,10 @@ def _find_lost_nodes(facts: Facts) -> Iterable[Problem]:
         if node.status is NodeStatus.ERROR:
             yield _blame(node, f"{node.name} reports an error.", node.last_error or "See its own log.")
         elif node.freshness is Freshness.STALE:
-            yield _blame(node, f"{node.name} was last seen {node.age_s:.0f} s ago.", "It gets no new work until it is seen.")
+            advice = "It gets no new work until it is seen."
+            if node.health is Health.FAILING:
+                advice += " Slots of other nodes are held for requests that run there and can be tried again."
+            yield _blame(node, f"{node.name} was last seen {node.age_s:.0f} s ago.", advice)
         elif node.status is NodeStatus.OFFLINE:
             silent = "was never seen" if node.age_s is None else f"has been silent for {print_duration(node.age_s)}"
             advice = "Check its power, its network and the runner's log."

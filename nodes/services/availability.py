@@ -31,7 +31,7 @@ from nodes.models import (
     with_clock,
 )
 from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_counts, describe_telemetry, list_failures
-from nodes.states import Availability, Freshness, NodeFacts, Unavailable, judge_availability
+from nodes.states import Availability, Freshness, Health, NodeFacts, Unavailable, judge_availability
 from wire.bridge import MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import parse_id
@@ -211,6 +211,7 @@ class NodeHealth:
     rival_seen_at: datetime | None = None
     rival_address: str = ""
     ejections: tuple[ShownEjection, ...] = ()
+    health: Health = Health.HEALTHY
 
     @property
     def takes_work(self) -> bool:
@@ -278,6 +279,7 @@ def _describe_health(node: Node, now: datetime) -> NodeHealth:
         probe_error=presence.probe_error if node.reach == Reach.DIRECT else "",
         could_take_operations=node.reach == Reach.RELAY and presence.protocol == MUSTER_V1,
         ejections=tuple(list_ejections(presence, now=now)),
+        health=availability.health,
     )
 
 

@@ -47,7 +47,7 @@ from gateway.services.requests import ExpiringKey, GatewayHealth, Minute, OpenRe
 from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
 from nodes.services.availability import FleetOverview, NodeHealth
-from nodes.states import Freshness
+from nodes.states import Freshness, Health
 from wire.contract import ErrorCode, NodeStatus
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -164,6 +164,12 @@ QUIET = {
 @pytest.mark.parametrize("case", QUIET)
 def test_what_is_no_problem_is_not_listed(case: str) -> None:
     assert [problem.what for problem in find_problems(QUIET[case]) if problem.what != "attic has been silent for 2 h."] == []
+
+
+@pytest.mark.parametrize(("health", "is_held"), [(Health.SUSPECT, False), (Health.FAILING, True)])
+def test_a_late_node_says_what_becomes_of_its_requests(health: Health, is_held: bool) -> None:
+    (problem,) = find_problems(facts(node("late", freshness=Freshness.STALE, age_s=12.0, health=health)))
+    assert ("Slots of other nodes are held" in problem.advice) is is_held
 
 
 def test_a_queue_needs_attention_only_when_its_head_has_waited() -> None:
