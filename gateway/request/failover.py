@@ -6,7 +6,7 @@ Source: central-server document, section 1.3. While every node is heard, nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -38,37 +38,40 @@ class FailoverSlots:
         self._requeues = requeues
         self.held: dict[Job, Link] = {}
         """Requests with a slot, and the silent node that each runs on; some were used or released since the last look."""
+        self._late: set[Job] = set()
+        """Those of them whose node was given up before the last look."""
         dispatcher.watch_silence(self.look)
 
     def look(self, silent: Sequence[Link]) -> None:
         """Hold slots for what runs on these nodes, which missed a second heartbeat, and give back those of all others.
 
-        A node that was given up keeps what is held for its requests: each takes its slot, or ends, in a turn of its own.
+        Whatever ran on a node that was given up has taken its slot, or ended, before the look after the next.
         """
         if not silent and not self.held:
             return
+        in_flight = {link: _list_in_flight(link) for link in silent if link.active}
         for job, link in list(self.held.items()):
             lease = job.failover
             if lease is None or lease.released:
                 del self.held[job]
-            elif (link not in silent and not link.closed) or lease.link.condition() is not LinkCondition.READY:
+                continue
+            is_needed = job in in_flight.get(link, ()) or (link.closed and job not in self._late)
+            if not is_needed or lease.link.condition() is not LinkCondition.READY:
                 del self.held[job]
                 job.failover = None
                 lease.release()
-        for link in silent:
-            if link.active:
-                self._hold_for(link)
+        for link, jobs in in_flight.items():
+            self._hold_for(link, jobs)
+        self._late = {job for job, link in self.held.items() if link.closed}
         FAILOVER_HELD.set(len(self.held))
 
-    def _hold_for(self, link: Link) -> None:
+    def _hold_for(self, link: Link, jobs: Mapping[Job, tuple[str, ...]]) -> None:
         before = len(self.held)
-        for sink in link.list_sinks():
+        for job, paths in jobs.items():
             if len(self.held) >= self._most:
                 break
-            found = sink.find_failover() if isinstance(sink, InFlight) else None
-            if found is None or found[0].failover is not None or found[0].losses >= self._requeues:
+            if job.failover is not None or job.losses >= self._requeues:
                 continue
-            job, paths = found
             if self._dispatcher.hold_failover(job, msgspec.structs.replace(job.request, paths=paths), link):
                 self.held[job] = link
                 FAILOVER_SLOTS.labels("held").inc()
@@ -77,3 +80,9 @@ class FailoverSlots:
                 "node.failing node=%s silent_s=%.0f running=%d held=%d",
                 link.node_name, link.silence_s, link.active, len(self.held) - before,
             )  # fmt: skip
+
+
+def _list_in_flight(link: Link) -> dict[Job, tuple[str, ...]]:
+    """Return what runs on a node and can go elsewhere, each with the API paths on which it can."""
+    found = [sink.find_failover() for sink in link.list_sinks() if isinstance(sink, InFlight)]
+    return dict(one for one in found if one is not None)

@@ -113,6 +113,27 @@ async def test_a_slot_is_given_back_when_its_request_has_ended(end: str) -> None
         here.fall_silent(first, 0.0)
 
 
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_a_slot_is_given_back_when_the_answer_is_there_though_its_client_reads_slowly(is_given_up: bool) -> None:
+    async with fleet() as here:
+        first = here.link()
+        request, stream = await here.ask(first)
+        other = here.link()
+        here.fall_silent(first)
+        request.client.reading.clear()
+        stream.answer(REPLY + b" " * 300_000)
+        await turns(5)
+        assert (first.active, other.active, request.task.done()) == (0, 1, False)
+        if is_given_up:
+            here.gateway.registry.remove(first)
+            here.fall_silent(other, 0.0)
+        here.fall_silent(other, 0.0)
+        assert (other.active, request.task.done()) == (0, False)
+        request.client.reading.set()
+        await request.done()
+        assert request.client.status == 200
+
+
 async def test_only_what_can_go_elsewhere_holds_a_slot() -> None:
     async with fleet() as here:
         first = here.link(3, paths={CHAT, CONTINUATIONS})
