@@ -28,6 +28,7 @@ from gateway.services.models import (
     remember_models,
 )
 from gateway.services.tenants import change_tenant_limit, change_tenant_weight, create_tenant
+from governance.admin_tokens import create_admin_token
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Operation, OperationRun
 from governance.operations import proposals
@@ -191,6 +192,17 @@ def test_more_is_refused_without_approval_and_changes_nothing_and_what_gives_nob
         with subtests.test(what), transaction.atomic():
             act(key)
             transaction.set_rollback(True)
+
+
+def test_a_higher_weight_over_rest_is_refused_without_approval_and_a_lower_one_is_not(
+    key: ApiKey, request: pytest.FixtureRequest
+) -> None:
+    admin = Client(headers={"authorization": f"Bearer {create_admin_token(name='t', actor=ACTOR)[1]}"})
+    request.getfixturevalue("team")
+    refusal = admin.patch("/api/v1/tenants/research", {"weight": 101}, "application/json")
+    assert (refusal.status_code, refusal.json()["error"]["code"]) == (403, "APPROVAL_REFUSED")
+    assert "101 % in the queue is more than the tenant research has today, which is 100" in refusal.json()["error"]["message"]
+    assert admin.patch("/api/v1/tenants/research", {"weight": 40}, "application/json").json()["weight"] == 40
 
 
 def test_an_approved_raise_is_carried_out_once_with_the_approved_values_and_recorded(team: Team, key: ApiKey) -> None:
