@@ -250,7 +250,7 @@ class Unmatched(msgspec.Struct, kw_only=True, omit_defaults=True):
     resume: str = ""
 
 
-class Compared(msgspec.Struct, frozen=True, array_like=True):
+class Compared(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A node that a request could have gone to, and the parts of its score in thousandths (``Decided``)."""
 
     node: str
@@ -265,7 +265,7 @@ class Compared(msgspec.Struct, frozen=True, array_like=True):
         return self.load, self.active, self.latency, self.reliability, self.affinity
 
 
-class Decided(msgspec.Struct, frozen=True, omit_defaults=True):
+class Decided(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why a request went to its node, where it had a choice; kept with its record.
 
     ``reason``: ``score``, ``affinity``, ``least_load`` (nothing else was known), ``preferred`` (the caller named the node),

@@ -139,7 +139,10 @@ class Placement:
         if not self._own_weights.get(model, self.weights).affinity:
             return None
         body, tenant = request.body, asker.tenant
-        session, by = derive(asker.headers, _read_session.__name__, _read_session) if asker.headers else "", "x-session-id"
+        session, by = (
+            derive(asker.headers, _read_session.__name__, _read_session) if asker.headers is not None else "",
+            "x-session-id",
+        )
         answer = 0
         if not session and request.endpoint == "/v1/messages":
             session, by = _read_user(body), "metadata.user_id"
@@ -162,7 +165,8 @@ class Placement:
     def list_liked(self, wish: Wish, model: str, paths: tuple[str, ...]) -> list[Link]:
         """Return the links that have probably computed some of a prompt, or that its session used."""
         found = [self._links.get(number) for number in (*wish.held, wish.used) if number]
-        return [link for link in dict.fromkeys(found) if link is not None and _is_open(link, model, paths)]
+        known = [link for link in dict.fromkeys(found) if link is not None and not link.closed]
+        return [link for link in known if link.find_path(model, paths) is not None]
 
     def choose(self, links: Sequence[Link], model: str, wish: Wish | None, *, held_s: float) -> Choice:
         """Return the best of several links that can take a request now. ``held_s``: how long a request holds a slot."""
@@ -314,10 +318,6 @@ def _read_user(body: bytes) -> str:
     begin = body.find(b'"', at + len(_USER))
     end = body.find(b'"', begin + 1)
     return body[begin + 1 : end].decode("utf-8", "replace") if 0 <= begin < end else ""
-
-
-def _is_open(link: Link, model: str, paths: tuple[str, ...]) -> bool:
-    return not link.closed and link.find_path(model, paths) is not None
 
 
 def _answered_well(link: Link, model: str) -> bool:

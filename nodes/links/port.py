@@ -203,7 +203,9 @@ class Link:
         """Whether the node may be sent a request for this model on this API path as it is."""
         if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
             return False
-        if model not in self.models or model in self.excluded or self.unspoken.get((model, endpoint), 0.0) > clock.monotonic():
+        if model not in self.models or model in self.excluded:
+            return False
+        if self.unspoken and self.unspoken.get((model, endpoint), 0.0) > clock.monotonic():
             return False
         paths = self.endpoints.get(model)
         return endpoint not in DECLARED_ENDPOINTS if paths is None else endpoint in paths
