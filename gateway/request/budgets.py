@@ -90,15 +90,18 @@ for index, claim in ipairs(claims) do
   if give < least then give = 0 end
   if base and need > free and least <= possible then
     redis.call('HSET', key, 'w:' .. gateway, tostring(now + 2))
+    wants = true
   elseif base and least > 0 and not (is_wanted or wants) then
     give = math.max(give, math.floor(free / parts))
   end
+  if wants then redis.call('HSET', epoch, 'wanted', tostring(now + 2)) end
   local held = text(used + keep + give)
   redis.call('HSET', key, 'h:' .. gateway, held, 'u:' .. gateway, text(used))
   redis.call('EXPIRE', key, claim[6])
   answer[index] = {held, text(possible), base and '1' or '0', is_wanted and '1' or '0', table.concat(who, ' ')}
 end
-return {id, tostring(known_term), answer}
+local wanted = tonumber(redis.call('HGET', epoch, 'wanted')) or 0
+return {id, tostring(known_term), answer, wanted >= now and '1' or '0'}
 """
 # KEYS: the epoch, a counter. ARGV: the epoch it is for, the sum to begin with.
 _BEGIN = """
@@ -162,6 +165,8 @@ class Share:
     used: int = 0
     booked: int = 0
     """Since the last round."""
+    told: int = -1
+    """What it had used when a dealer was last told."""
     open: int = 0
     """Reservations that are not settled."""
     possible: int = 0
@@ -373,6 +378,10 @@ class Budgets:
         self._term: int | None = None
         """The newest that the gateway knows of, None before it asked."""
         self._term_read_at = self._pinged_at = -math.inf
+        self._full_at = -math.inf
+        """When the dealer is told of all shares again, and not only of those that changed (clock.monotonic())."""
+        self._is_wanted = False
+        """Whether a gateway wants more of something, so that all shares are told of."""
         self._failures = 0
         """Rounds since Valkey last answered."""
         self._orders = itertools.count(1)
@@ -493,8 +502,9 @@ class Budgets:
 
     async def run(self) -> None:
         """Deal with Valkey or PostgreSQL for as long as the process lives."""
-        held_at = -math.inf
-        while True:
+        held_at, task = -math.inf, asyncio.current_task()
+        # A cancellation that comes while redis-py sends a command is lost in Python 3.11 (asyncio.wait_for).
+        while task is None or not task.cancelling():
             # Without a share too: nothing is dealt out of a new epoch before all have said that they hold nothing.
             is_calm = not self._shares and not self._failures and self._dealer is self._valkey
             pause_s = self._limits.budget_hello_s if is_calm else self._limits.budget_round_s
@@ -518,21 +528,29 @@ class Budgets:
         needs, self._needs = self._needs, {}
         if is_due:
             self._forget_past()
-        shares = (
-            list(self._shares.values())
-            if is_due
-            else [*needs, *(s for s in self._shares.values() if s.is_wanted and s not in needs)]
-        )
+        is_full = is_due and (self._is_wanted or clock.monotonic() >= self._full_at)
+        shares = [
+            one
+            for one in self._shares.values()
+            if is_full or one.is_wanted or one in needs or (is_due and one.told != one.used)
+        ]
+        if is_full:
+            self._full_at = clock.monotonic() + self._limits.budget_hello_s
         try:
             await self._look_at_term(is_due=is_due)
             others = await self._find_dealer_and_deal(shares, needs)
             if others is None:
+                self._full_at = -math.inf
                 return
+            if is_due and self._is_wanted and not is_full:  # of what is told of no more somebody wants some
+                rest = [one for one in self._shares.values() if one not in shares]
+                others += await self._find_dealer_and_deal(rest, {}) or []
             self._good_until = clock.monotonic() + self._limits.dead_s / 2
             await self._look_back(shares, needs, others)
         except _AWAY as error:
             metrics.BUDGET_ERRORS.labels("postgresql").inc()
             logger.warning("budgets.postgresql_away error=%s; the gateway uses what it holds", type(error).__name__)
+            self._full_at = -math.inf
             return
         metrics.BUDGETS_HELD.set(len(self._shares))
         if is_due and any(share.is_wanted and share.cap > share.used for share in shares):
@@ -625,7 +643,7 @@ class Budgets:
             slack = max(0, share.find_slack(now))
             keep = min(slack, share.booked) if share.is_wanted else slack
             # What is said to be held may be used meanwhile, and nothing more: no answer may mean that it was heard.
-            share.cap, share.booked = share.used + keep, 0
+            share.cap, share.booked, share.told = share.used + keep, 0, share.used
             wanted = needs.get(share, [])
             need, least = max(0, sum(wanted) - keep), max(1, min(wanted, default=1) - keep)
             if self._is_idle(share, now):
@@ -642,7 +660,7 @@ class Budgets:
             claims=claims,
         )
         answer = await self._dealer.deal(order)
-        self._term = max(order.term, answer.term)
+        self._term, self._is_wanted = max(order.term, answer.term), answer.is_wanted
         return answer
 
     def _take(self, shares: Sequence[Share], holdings: Sequence[Holding]) -> list[tuple[Share, str]]:

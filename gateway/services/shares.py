@@ -69,11 +69,15 @@ class Holding(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """``holdings`` in the order of the claims; None = the gateway first has to say in this epoch what it holds."""
+    """``holdings`` in the order of the claims; None = the gateway first has to say in this epoch what it holds.
+
+    ``is_wanted``: whether some gateway wants more of any counter.
+    """
 
     epoch: str
     term: int
     holdings: tuple[Holding, ...] | None
+    is_wanted: bool = False
     is_closed: bool = False
 
 
@@ -96,7 +100,9 @@ def deal(epoch: State, counters: MutableMapping[str, State], order: Order, *, no
     if order.says == 1:
         epoch[mine] = 1
     holdings = tuple(_deal_one(counters.setdefault(name, {}), claim, order, id_, now) for name, claim in order.claims.items())
-    return Answer(id_, term, holdings)
+    if any(counters[name].get(f"w:{order.gateway}") for name in order.claims):
+        epoch["wanted"] = now + 2
+    return Answer(id_, term, holdings, is_wanted=cast("int", epoch.get("wanted", 0)) >= now)
 
 
 def _deal_one(counter: State, claim: Claim, order: Order, epoch: str, now: int) -> Holding:
@@ -245,4 +251,4 @@ def read_answer(said: list[Any]) -> Answer:  # Any: redis-py's nested lists of b
         Holding(int(held), int(possible), begun == b"1", wanted == b"1", tuple(sorted(who.decode().split())))
         for held, possible, begun, wanted, who in (rest[0] if rest else ())
     )
-    return Answer(id_.decode(), int(term), holdings if rest else None)
+    return Answer(id_.decode(), int(term), holdings if rest else None, is_wanted=rest[1:] == [b"1"])

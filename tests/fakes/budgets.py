@@ -94,4 +94,5 @@ def write_answer(answer: Answer) -> list[Any]:
             ]
             for one in answer.holdings
         ])  # fmt: skip
+        said.append(b"%d" % answer.is_wanted)
     return said

@@ -9,7 +9,7 @@ import math
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -369,6 +369,29 @@ async def test_a_refusal_for_a_budget_is_said_with_its_end_and_leaves_nothing(ma
     assert 0 < int(request.client.headers["retry-after"]) <= 86_400
     assert (share.used, share.open) == (0, 0)
     assert await request.record("state", "error_code") == ("rejected", "RATE_LIMITED")
+
+
+async def test_a_cancellation_that_a_command_swallows_ends_it_all_the_same() -> None:
+    """As one does that redis-py is sending in Python 3.11; a gateway that stops waits for this task."""
+    asked = asyncio.Event()
+
+    class Swallowing(MemoryValkey):
+        async def eval(self, script: str, numkeys: int, *words: str) -> Any:
+            asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return await super().eval(script, numkeys, *words)
+
+    crowd = Crowd("redis://nowhere")
+    budgets = Budgets(
+        gateway_id=uuid.uuid4(), valkey=Swallowing(), spending=crowd, terms=crowd.terms, in_thread=crowd._call,
+        find_others=tuple, currency="EUR",
+    )  # fmt: skip
+    task = asyncio.create_task(budgets.run())
+    await asked.wait()
+    task.cancel()
+    _, late = await asyncio.wait([task], timeout=5.0)
+    assert not late
 
 
 WORDS = ["reserve"] * 6 + ["round"] * 4 + ["settle"] * 2 + ["kill", "flush", "start", "lose", "drop", "cut", "mend", "overtake"]
