@@ -471,8 +471,18 @@ def _read_loads(targets: Collection[str]) -> Iterator[LastRun]:
     evictions = list_last_successes(targets=targets, operations=[MODEL_LOAD.name], member="evicted")
     evicted_at = {(run.target, run.subject): run.ended_at for run in evictions}
     for run in list_last_successes(targets=targets, operations=[MODEL_LOAD.name, MODEL_UNLOAD.name], member="modelId"):
-        if run.operation == MODEL_LOAD.name and evicted_at.get((run.target, run.subject), run.ended_at) <= run.ended_at:
+        is_evicted = evicted_at.get((run.target, run.subject), run.ended_at) > run.ended_at
+        if run.operation == MODEL_LOAD.name and not is_evicted and not _is_ended_elsewhere(run):
             yield run
+
+
+def _is_ended_elsewhere(run: LastRun) -> bool:
+    """Whether a replica over several nodes was unloaded, or loaded anew, on another of them, which ended it here."""
+    others = [str(entry.get("node")) for entry in _list_members(run.params) if entry.get("node") != run.target]
+    if not others:
+        return False
+    later = list_last_successes(targets=others, operations=[MODEL_LOAD.name, MODEL_UNLOAD.name], member="modelId")
+    return any(one.subject == run.subject and one.op_id != run.op_id and one.ended_at > run.ended_at for one in later)
 
 
 def _compare(target: Target, run: LastRun) -> LostModel | None:
@@ -490,7 +500,8 @@ def _compare(target: Target, run: LastRun) -> LostModel | None:
 
 
 def _make_query(run: LastRun) -> str:
-    fields = [("operation", run.operation), ("target", run.target)]
+    members = [str(entry.get("node")) for entry in _list_members(run.params)]
+    fields = [("operation", run.operation), *(("target", target) for target in members or [run.target])]
     if run.op_class != run.operation:
         fields.append(("op_class", run.op_class))
     return urlencode([*fields, *((name, _as_text(value)) for name, value in {KEEP: False, **run.params}.items())])

@@ -324,7 +324,7 @@ async def test_a_member_or_head_that_is_not_who_was_approved_is_not_believed(ide
         if who == "another key":  # it takes itself for let in until the head hangs up on what it proved
             channel = await join_head(member, within_s=0.1)
             with pytest.raises(EngineError, match="the connection to head ended"):
-                await channel.receive()
+                await channel.expect("ray", 5.0)
             await channel.close()
         else:
             with pytest.raises(EngineError, match="was not joined"):

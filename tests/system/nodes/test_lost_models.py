@@ -87,7 +87,7 @@ def test_a_model_that_is_gone_without_an_unload_is_named_unless_it_is_on_its_way
     (found,) = find_lost_models()
     assert ([found.what], found.op_id, found.is_kept) == (GONE, loaded.pk, False)
     assert f"{found.loaded_at:%Y-%m-%d %H:%M}" in found.advice
-    for state in ("loaded", "loading", "unloading"):
+    for state in ("loaded", "reserved", "loading", "unloading"):
         report({"model": "m", "state": state})
         assert lost() == []
     report()
@@ -162,6 +162,22 @@ def test_a_model_that_was_unloaded_or_evicted_since_is_not_lost(team: Team, rig:
     assert lost() == []
     done(team, rig.runner_id, age_s=5)
     assert lost() == GONE
+
+
+def test_a_replica_over_nodes_is_lost_on_all_of_them_until_it_is_unloaded_on_any(team: Team) -> None:
+    nodes = [make_box(Identity(name), cluster_address=f"10.0.0.{n}:1") for n, name in enumerate(("head", "helper"), start=1)]
+    ids = [node.runner_id for node in nodes]
+    row = approve_load(team, *ids, params={"modelId": "big", "members": [{"node": name, "gpus": [0]} for name in ids]})
+    make_due(row)
+    run_due()
+    at = timezone.now() - timedelta(seconds=60)
+    OperationRun.objects.filter(operation=row).update(state="succeeded", ended_at=at, result={"modelId": "big"})
+    found = [each for each in find_lost_models() if each.model == "big"]
+    assert [each.node_name for each in found] == ["head", "helper"]
+    assert found[0].again == found[1].again
+    assert found[0].again.count("target=") == 2, "it is asked for again on both"
+    done(team, ids[1], "model-unload", age_s=30, modelId="big")
+    assert [each for each in find_lost_models() if each.model == "big"] == []
 
 
 def test_only_what_succeeded_and_was_signed_counts(team: Team, rig: Identity, loaded: Operation) -> None:

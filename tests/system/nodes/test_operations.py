@@ -383,6 +383,26 @@ def test_a_load_is_filled_in_looked_at_and_sent(browser: Client, rig: Identity, 
     assert signed.params == {"modelId": "new", "evictModel": "old", "maxContextLength": 4096, "overrides": {"n_ctx": 9}}
 
 
+def test_a_replica_over_nodes_is_filled_in_and_signed_with_the_addresses_of_its_nodes(
+    browser: Client, pair: list[Node]
+) -> None:
+    ids = [node.runner_id for node in pair]
+    filled = {
+        "operation": "model-load", "targets": ids, "param-modelId": "new", "reason": "too large for one", "max_uses": "1",
+        "param-members": '[{"node": "head", "gpus": [0, 1]}, {"node": "helper", "gpus": [0, 1]}]',
+    }  # fmt: skip
+    page = unescape(browser.post(PROPOSE, {**filled, "step": "look"}).content.decode())
+    assert f"{ids[1]}: GPU 0, 1, at 10.0.0.2:8070" in page
+    wrong = browser.post(PROPOSE, {**filled, "param-members": '{"node": "head"}', "step": "look"}).content.decode()
+    assert "Write a JSON list, such as [0, 1]." in wrong
+    assert browser.post(PROPOSE, {**filled, "step": "send"}).status_code == 303
+    signed = read_statement(bytes(Operation.objects.get(operation="model-load").statement))
+    assert signed.targets == tuple(ids)
+    assert signed.params["members"] == [
+        {"node": runner_id, "address": f"10.0.0.{number}:8070", "gpus": [0, 1]} for number, runner_id in enumerate(ids, start=1)
+    ]
+
+
 # What nodes hold
 
 
