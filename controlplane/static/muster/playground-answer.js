@@ -168,7 +168,8 @@ class Run {
                 throw error;
             }
             const origins = `--ticket-origins ${location.origin}`;
-            this.#whyRelayed = `this browser got no answer from ${host}. Start that node with ${origins}, and see that this machine reaches it. If the node is new, reload this page.`;
+            const reach = protocol === "https:" ? "reaches it and trusts its certificate" : "reaches it";
+            this.#whyRelayed = `this browser got no answer from ${host}. Start that node with ${origins}, and see that this machine ${reach}. If the node is new, reload this page.`;
             return null;
         }
     }
