@@ -27,10 +27,11 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
     index_title = "Overview"
 
     def index(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
-        from controlplane.overview import draw_minutes, read_overview  # it reaches models: not there yet when apps are loaded
+        # It reaches models: not there yet when apps are loaded.
+        from controlplane.overview import RANGES, read_overview, read_traffic
 
-        overview = read_overview()
-        own = {"overview": overview, "chart": draw_minutes(overview.traffic.minutes)}
+        ranges = [(name, title) for name, (title, _) in RANGES.items()]
+        own = {"overview": read_overview(), "traffic": read_traffic(request.GET.get("range", "")), "ranges": ranges}
         response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
         return response
 

@@ -20,15 +20,13 @@ from gateway.services.explanations import Wait, WaitingModel, explain_waits, rea
 from gateway.services.requests import (
     ExpiringKey,
     GatewayHealth,
-    Minute,
     OpenRequests,
-    Traffic,
     count_asked_models,
     read_expiring_keys,
     read_gateways,
     read_open_requests,
-    read_traffic,
 )
+from gateway.services.rollups import Metric, Series, Sums, read_last_round, read_series
 from governance.operations.approvals import active_policy
 from nodes.operations.load import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
@@ -71,15 +69,17 @@ class PolicyFact:
 class SlowFacts:
     """What changes slowly or costs more to read; an open page reads it every half minute.
 
-    ``allowed``: each allowed model with the requests for it in the last hour.
+    ``hour``: requests that ended in it. ``allowed``: each allowed model with the requests for it in the last hour.
     """
 
-    traffic: Traffic
+    hour: Sums
     allowed: Mapping[str, int] = field(default_factory=dict)
     policy: PolicyFact | None = None
     keys: tuple[ExpiringKey, ...] = ()
     unreadable: int | None = 0
     """Messages in Valkey that workers could not read; None = Valkey does not answer."""
+    summed_at: datetime | None = None
+    """When a worker last added requests to the sums of charts; None = none ever did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,6 @@ class Facts:
 class Overview:
     fleet: FleetOverview
     open_requests: OpenRequests
-    traffic: Traffic
     problems: tuple[Problem, ...]
 
 
@@ -113,11 +112,12 @@ def read_slow_facts() -> SlowFacts:
     """Collect what an open page need not read every two seconds; six queries and a look at Valkey."""
     found = active_policy()
     return SlowFacts(
-        traffic=read_traffic(),
+        hour=read_series(_HOUR).total,
         allowed=count_asked_models(),
         policy=None if found is None else PolicyFact(found[0].version, datetime.fromtimestamp(found[1].expires_at, UTC)),
         keys=read_expiring_keys(),
         unreadable=read_unreadable(),
+        summed_at=read_last_round(),
     )
 
 
@@ -137,7 +137,7 @@ def read_live_overview(slow: SlowFacts) -> Overview:
         gateways=read_gateways(),
         lost_models=find_lost_models(),
     )
-    return Overview(fleet=fleet, open_requests=open_requests, traffic=slow.traffic, problems=find_problems(facts))
+    return Overview(fleet=fleet, open_requests=open_requests, problems=find_problems(facts))
 
 
 def count_live(overview: Overview) -> dict[str, int]:
@@ -237,14 +237,21 @@ def _find_unserved(facts: Facts) -> Iterable[Problem]:
 
 
 def _find_failures(facts: Facts) -> Iterable[Problem]:
-    traffic = facts.slow.traffic
-    if traffic.failed >= limits().console.problem_failed and traffic.failed_percent >= limits().console.problem_failed_percent:
+    hour = facts.slow.hour
+    if hour.failed >= limits().console.problem_failed and hour.failed_percent >= limits().console.problem_failed_percent:
         yield Problem(
-            f"{traffic.failed_percent:.0f} % of the last hour's requests failed.",
+            f"{hour.failed_percent:.0f} % of the last hour's requests failed.",
             "Filter Requests by error code to see what they have in common.",
             link="Failed requests",
             url=_list_requests(state="wrong", period="1h"),
         )
+
+
+def _find_stale_sums(facts: Facts) -> Iterable[Problem]:
+    at = facts.slow.summed_at
+    if at is not None and facts.now - at > timedelta(seconds=limits().console.problem_sums_s):
+        advice = "What ended since then is in no chart yet. See whether the worker runs: nothing of it is lost."
+        yield Problem("Charts stand still.", advice, since=at)
 
 
 def _find_lost_nodes(facts: Facts) -> Iterable[Problem]:
@@ -361,6 +368,7 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_waits,
     _find_unserved,
     _find_failures,
+    _find_stale_sums,
     _find_lost_nodes,
     _find_dead_backends,
     _find_lost_models,
@@ -397,11 +405,22 @@ WIDTH = 720
 HEIGHT = 120
 GAP = 2
 NICE_STEPS = (1, 2, 3, 4, 5, 6, 8)
+_HOUR = timedelta(hours=1)
+RANGES: dict[str, tuple[str, timedelta]] = {
+    "15m": ("15 min", timedelta(minutes=15)),
+    "1h": ("1 h", _HOUR),
+    "6h": ("6 h", timedelta(hours=6)),
+    "24h": ("24 h", timedelta(days=1)),
+    "7d": ("7 d", timedelta(days=7)),
+    "30d": ("30 d", timedelta(days=30)),
+}
+"""How far back a chart can go, by what its address says."""
+_STEPS = {timedelta(minutes=1): "minute", timedelta(hours=1): "hour", timedelta(days=1): "day"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One minute: what was served from the bottom, what was refused above it, what failed on top. Units of the view box."""
+    """One step: what was served from the bottom, what was refused above it, what failed on top. Units of the view box."""
 
     x: float
     width: float
@@ -415,38 +434,63 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class BarChart:
+class Traffic:
+    """Requests that ended within a range, and their chart. ``step``: what a bar stands for, in words."""
+
+    range: str
+    title: str
+    total: Sums
     bars: tuple[Bar, ...]
     top: int
+    step: str
     starts_at: datetime
     ends_at: datetime
     width: int = WIDTH
     height: int = HEIGHT
 
+    @property
+    def is_of_days(self) -> bool:
+        return RANGES[self.range][1] >= timedelta(days=1)
 
-def draw_minutes(minutes: Sequence[Minute]) -> BarChart:
-    """Return the chart of at least one minute, oldest first."""
-    top = round_up(max(minute.requests for minute in minutes))
-    pitch = WIDTH / len(minutes)
+
+def read_traffic(chosen: str) -> Traffic:
+    """Return the requests of a range, of an hour where there is none of that name; one query."""
+    name = chosen if chosen in RANGES else "1h"
+    title, span = RANGES[name]
+    return draw_traffic(name, title, read_series(span, metric=Metric.LATENCY))
+
+
+def draw_traffic(name: str, title: str, series: Series) -> Traffic:
+    top = round_up(max(sums.requests for _, sums in series.points))
+    pitch = WIDTH / len(series.points)
+    gap = min(GAP, pitch / 4)
+    form = "%H:%M UTC" if series.step < _HOUR else "%Y-%m-%d %H:%M UTC"
     bars = []
-    for index, minute in enumerate(minutes):
+    for index, (at, sums) in enumerate(series.points):
         scale = HEIGHT / top
-        total, refused, failed = minute.requests * scale, minute.refused * scale, minute.failed * scale
+        total, refused, failed = sums.requests * scale, sums.refused * scale, sums.failed * scale
         bars.append(
             Bar(
                 x=round(index * pitch, 2),
-                width=round(pitch - GAP, 2),
+                width=round(pitch - gap, 2),
                 good_y=round(HEIGHT - total + failed + refused, 2),
                 good_height=round(total - failed - refused, 2),
                 refused_y=round(HEIGHT - total + failed, 2),
                 refused_height=round(refused, 2),
                 fault_y=round(HEIGHT - total, 2),
                 fault_height=round(failed, 2),
-                label=f"{minute.starts_at:%H:%M} UTC: {minute.requests} requests, "
-                f"{minute.refused} refused, {minute.failed} failed",
+                label=f"{at:{form}}: {sums.requests} requests, {sums.refused} refused, {sums.failed} failed",
             )
         )
-    return BarChart(bars=tuple(bars), top=top, starts_at=minutes[0].starts_at, ends_at=minutes[-1].starts_at)
+    first, last = series.points[0][0], series.points[-1][0]
+    return Traffic(name, title, series.total, tuple(bars), top, _name_step(series.step), first, last)
+
+
+def _name_step(step: timedelta) -> str:
+    if step in _STEPS:
+        return _STEPS[step]
+    minutes = round(step / timedelta(minutes=1))
+    return f"{minutes} minutes" if minutes < 60 else f"{minutes // 60} hours"
 
 
 def round_up(value: int) -> int:

@@ -185,6 +185,7 @@ CELERY_BEAT_SCHEDULE = {
     "forget-sign-ins": {"task": "governance.tasks.forget_sign_ins", "schedule": 3600.0, "options": {"expires": 600}},
     "roll-up-history": {"task": "nodes.tasks.roll_up_history", "schedule": 60.0, "options": {"expires": 60}},
     "update-figures": {"task": "gateway.tasks.update_figures", "schedule": 30.0, "options": {"expires": 30}},
+    "roll-up-requests": {"task": "gateway.tasks.roll_up_requests", "schedule": 10.0, "options": {"expires": 10}},
     "renew-ticket-key": {"task": "nodes.tasks.renew_ticket_key", "schedule": 3600.0, "options": {"expires": 600}},
     "forget-responses": {
         "task": "gateway.tasks.forget_expired_responses",

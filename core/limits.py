@@ -671,6 +671,17 @@ class GatewayLimits:
     retention_days: int = bound(
         30, "days", "Older request records are dropped.", setting="MUSTER_REQUEST_RETENTION_DAYS", minimum=1
     )
+    # Sums for charts
+    rollup_batch: int = bound(20_000, "events", "Further events are added to the sums of charts in another batch.")
+    rollup_budget_s: float = bound(8.0, "s", "A round of sums for charts begins no further batch.")
+    rollup_memory_mb: int = bound(32, "MiB", "PostgreSQL sorts and groups what takes more memory of a batch on its disk.")
+    rollup_forgotten: int = bound(10_000, "rows", "One round deletes no more old sums of a table.")
+    rollup_minutes_days: int = bound(2, "days", "Older sums of minutes are deleted.")
+    rollup_tens_days: int = bound(30, "days", "Older sums of ten minutes are deleted.")
+    rollup_days: int = bound(
+        3_650, "days", "Older sums of days are deleted.", setting="MUSTER_CHART_RETENTION_DAYS", minimum=31
+    )
+    chart_points: int = bound(180, "points", "A chart with more has longer steps.")
     # Clients
     keep_alive_s: float = bound(75.0, "s", "An idle connection of a client is closed.")
     upstream_connect_s: float = bound(5.0, "s", "A node that is called over HTTP counts as out of reach.")
@@ -825,7 +836,6 @@ class GatewayLimits:
     page_waiting_models: int = bound(8, "models", "Overview shows no more models that requests wait for.")
     page_named: int = bound(3, "names", "Further names are counted.")
     page_unknown_name_s: float = bound(86_400.0, "s", "A name in no table is looked for among the records of so long.")
-    page_traffic_minutes: int = bound(60, "minutes", "Traffic on Overview goes back so far.")
     page_asked_s: float = bound(3600.0, "s", "Requests for models without a node are counted so far back.")
     page_key_warning_s: float = bound(7 * 86_400.0, "s", "Overview names keys in use that end within it.")
     # The HTTP server of a gateway (controlplane.gateway_server)
@@ -853,7 +863,7 @@ class ConsoleLimits:
     push_changes_s: float = bound(0.5, "s", "A page on which a model is loaded or an operation runs gets its next push.")
     # A storm of hints costs at most four looks a second and page.
     push_pause_s: float = bound(0.25, "s", "A page is pushed to again.")
-    push_slow_facts_s: float = bound(30.0, "s", "Sums over the last hour are read anew, for they read every record of it.")
+    push_slow_facts_s: float = bound(30.0, "s", "Sums over the last hour are read anew.")
     search_chars: int = bound(200, "characters", "A longer search term is cut.")
     search_rows: int = bound(5, "rows", "Further rows of a kind are not found.")
     problem_lines: int = bound(12, "lines", "Further problems on the first page are counted instead.")
@@ -864,6 +874,7 @@ class ConsoleLimits:
         5, "requests", "So many failed requests are a problem, if `problem_failed_percent` is reached too."
     )
     problem_failed_percent: float = bound(5.0, "%", "Failed requests are shown as a problem when they are so large a part.")
+    problem_sums_s: float = bound(120.0, "s", "Sums of charts that are older are shown as a problem.")
     problem_policy_s: float = bound(30 * 86_400.0, "s", "A policy that expires sooner is shown as a problem.")
 
     # Playground

@@ -7,7 +7,7 @@ from django.contrib.postgres.indexes import BrinIndex
 from django.db import models
 from django.db.models.functions import Cast, Right
 
-from gateway.values import Priority
+from gateway.values import Dimension, Priority
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 from wire.limits import WIRE
@@ -301,7 +301,7 @@ class RequestRecord(models.Model):
 
 
 class UsageEvent(models.Model):
-    """What one finished request used; written with its final state, and never changed.
+    """What one finished request used; written with its final state, and never changed. A rejected one used nothing.
 
     ``event_id`` is the id of the request. Budgets count ``tokens`` and ``cost_micros`` in the day and month of ``created_at``,
     when the request came. ``seq`` and the column ``written_in`` (the transaction), which is the database's alone, give events
@@ -325,6 +325,11 @@ class UsageEvent(models.Model):
     tokens = models.BigIntegerField(default=0, help_text="What budgets count: both, or what was reserved")
     cost_micros = models.BigIntegerField(default=0, help_text="Millionths of the currency")
     is_estimated = models.BooleanField(default=False, help_text="Whether the engine did not count")
+    node_id = models.UUIDField(null=True)
+    status_code = models.PositiveSmallIntegerField(null=True)
+    queue_ms = models.PositiveIntegerField(null=True)
+    ttft_ms = models.PositiveIntegerField(null=True, help_text="Until the first byte of a stream")
+    latency_ms = models.PositiveIntegerField(null=True)
 
     class Meta:
         ordering = ["-created_at"]
@@ -351,7 +356,7 @@ class BudgetShares(models.Model):
 
 
 class UsageDelivery(models.Model):
-    """How far a webhook got the usage events, in their order. ``webhook_id``: of governance's table."""
+    """How far a webhook got the usage events, in their order. ``webhook_id``: of governance's table, 0 for the rollups."""
 
     webhook_id = models.BigIntegerField(primary_key=True)
     written_in = models.DecimalField(max_digits=20, decimal_places=0, default=0, help_text="Transaction of the last event")
@@ -365,3 +370,48 @@ class UsageDelivery(models.Model):
 
     def __str__(self) -> str:
         return str(self.webhook_id)
+
+
+class RequestSums(models.Model):
+    """What requests that ended in the time that begins at ``at`` came to: all of them, or those of one ``name``.
+
+    ``gateway.services.rollups`` writes and reads them, and says what the name of a ``dimension`` is. ``latency``, ``ttft``,
+    ``token_time`` and ``queue_time`` are quantile sketches of milliseconds: an element holds the number of a bucket in its
+    ten lowest bits, and above them how many fell into it. ``queued_most`` and ``running_most``: most that was seen at once.
+    """
+
+    pk = models.CompositePrimaryKey("dimension", "at", "name")
+    dimension = models.PositiveSmallIntegerField(choices=[(one.value, one.name.lower()) for one in Dimension])
+    at = models.DateTimeField()
+    name = models.CharField(max_length=300, blank=True, db_collation="C")
+    served = models.BigIntegerField(default=0)
+    refused = models.BigIntegerField(default=0)
+    failed = models.BigIntegerField(default=0)
+    cancelled = models.BigIntegerField(default=0)
+    prompt_tokens = models.BigIntegerField(default=0)
+    completion_tokens = models.BigIntegerField(default=0)
+    cost_micros = models.BigIntegerField(default=0)
+    latency = ArrayField(models.BigIntegerField(), default=list)
+    ttft = ArrayField(models.BigIntegerField(), default=list)
+    token_time = ArrayField(models.BigIntegerField(), default=list)
+    queue_time = ArrayField(models.BigIntegerField(), default=list)
+    queued_most = models.PositiveIntegerField(default=0)
+    running_most = models.PositiveIntegerField(default=0)
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return f"{self.name or 'all'} at {self.at}"
+
+
+class RequestMinute(RequestSums):
+    """Requests that ended within a minute."""
+
+
+class RequestTenMinutes(RequestSums):
+    """Requests that ended within ten minutes."""
+
+
+class RequestDay(RequestSums):
+    """Requests that ended within a UTC day."""

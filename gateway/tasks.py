@@ -23,6 +23,7 @@ from gateway.services.compatibility import update_exclusions
 from gateway.services.figures import update_figures
 from gateway.services.requests import close_orphaned_requests
 from gateway.services.responses import delete_expired_responses
+from gateway.services.rollups import roll_up_requests
 from gateway.services.usage import deliver_usage, forget_old_usage, tell_reached_budgets
 from wire import clock
 
@@ -164,6 +165,12 @@ def count_figures() -> int:
     """
     update_exclusions()
     return update_figures()
+
+
+@shared_task(name="gateway.tasks.roll_up_requests")  # type: ignore[untyped-decorator]  # Celery ships no types
+def sum_up_requests() -> int:
+    """Add the requests that ended to the sums of charts. Returns how many; what is left, the next one adds."""
+    return roll_up_requests()
 
 
 @shared_task(name="gateway.tasks.forget_expired_responses")  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -97,6 +97,22 @@ def judge_outcome(state: RequestState, status_code: int | None) -> RequestOutcom
         is_callers = status_code is not None and 400 <= status_code < 500
         return RequestOutcome.REFUSED if is_callers else RequestOutcome.FAILED
     return _OUTCOMES.get(state)
+
+
+class Dimension(IntEnum):
+    """What requests are summed up by, and so what the name of a sum is; stored as a number."""
+
+    ALL = 0
+    """No name."""
+    MODEL = 1
+    """The model that answered, or would have; no name = one that is not known here, as clients can ask for anything."""
+    NODE = 2
+    """The id of the node."""
+    TENANT = 3
+    KEY = 4
+    """The id of the API key; of days alone, as the next one."""
+    TENANT_MODEL = 5
+    """The tenant, a new line, and the model."""
 
 
 class BudgetKind(StrEnum):

@@ -35,8 +35,10 @@ Choices = list[tuple[str, str]]
 PERIODS: dict[str, tuple[str, timedelta]] = {
     "15m": ("last 15 minutes", timedelta(minutes=15)),
     "1h": ("last hour", timedelta(hours=1)),
+    "6h": ("last 6 hours", timedelta(hours=6)),
     "24h": ("last 24 hours", timedelta(hours=24)),
     "7d": ("last 7 days", timedelta(days=7)),
+    "30d": ("last 30 days", timedelta(days=30)),
 }
 
 

@@ -6,19 +6,20 @@ import logging
 import re
 import uuid
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import reduce
 from operator import or_
 from typing import Any
 
 from django.db import connection, transaction
-from django.db.models import Aggregate, Count, F, FloatField, Min, Q, QuerySet, Sum, TextField
-from django.db.models.functions import Cast, Now, Right, TruncMinute
+from django.db.models import Count, F, Min, Q, QuerySet, TextField
+from django.db.models.functions import Cast, Now, Right
 
 from core.limits import limits
 from gateway.models import TAIL_CHARS, ApiKey, GatewayProcess, Model, ModelAlias, RequestRecord, Tenant
+from gateway.services.rollups import read_top
 from gateway.services.usage import ADD_RESERVED
-from gateway.values import TICKETS_PATH
+from gateway.values import TICKETS_PATH, Dimension
 from nodes.services.drains import DrainFacts
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
@@ -99,37 +100,6 @@ class OpenRequests:
     oldest_wait_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Minute:
-    """Requests that came in during one minute, and how many of them were refused or failed."""
-
-    starts_at: datetime
-    requests: int
-    refused: int
-    failed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """The last ``page_traffic_minutes``. Latencies in ms, of completed requests; None when there were none."""
-
-    requests: int
-    served: int
-    refused: int
-    failed: int
-    p50_ms: int | None
-    p95_ms: int | None
-    prompt_tokens: int
-    completion_tokens: int
-    minutes: tuple[Minute, ...]
-
-    @property
-    def failed_percent(self) -> float:
-        """Share of requests that failed, 0 to 100. Refused ones count on neither side: many would hide what failed."""
-        judged = self.requests - self.refused
-        return 100.0 * self.failed / judged if judged else 0.0
-
-
 def read_open_requests() -> OpenRequests:
     """Count open requests; cheap however large the table, thanks to the partial index on open states."""
     queued = Q(state=RequestState.QUEUED.value)
@@ -161,44 +131,6 @@ def read_drain_facts(node_id: uuid.UUID, since: datetime) -> DrainFacts:
         state=RequestState.INTERRUPTED.value,
     )
     return DrainFacts(frozenset(alive.values_list("pk", flat=True)), running, interrupted.count())
-
-
-class _Percentile(Aggregate):
-    function = "PERCENTILE_CONT"
-    template = "%(function)s(%(share)s) WITHIN GROUP (ORDER BY %(expressions)s)"
-    output_field = FloatField()
-
-
-def read_traffic() -> Traffic:
-    """Return totals, percentiles and the minutes of the last hour in two queries."""
-    this_minute = clock.now().replace(second=0, microsecond=0)
-    first = this_minute - timedelta(minutes=limits().gateway.page_traffic_minutes - 1)
-    recent = RequestRecord.objects.filter(created_at__gte=first)
-    completed = Q(state=RequestState.COMPLETED.value)
-    totals = recent.aggregate(
-        requests=Count("pk"),
-        served=Count("pk", filter=completed),
-        refused=Count("pk", filter=REFUSED),
-        failed=Count("pk", filter=FAILED),
-        p50_ms=_Percentile("latency_ms", share=0.5, filter=completed),
-        p95_ms=_Percentile("latency_ms", share=0.95, filter=completed),
-        prompt_tokens=Sum("prompt_tokens", default=0),
-        completion_tokens=Sum("completion_tokens", default=0),
-    )
-    by_minute = (
-        recent.order_by()
-        .annotate(minute=TruncMinute("created_at", tzinfo=UTC))
-        .values("minute")
-        .annotate(
-            requests=Count("pk"),
-            refused=Count("pk", filter=REFUSED),
-            failed=Count("pk", filter=FAILED),
-        )
-    )
-    counted = {row["minute"]: (row["requests"], row["refused"], row["failed"]) for row in by_minute}
-    times = [first + timedelta(minutes=step) for step in range(limits().gateway.page_traffic_minutes)]
-    latencies = {name: None if totals[name] is None else round(totals[name]) for name in ("p50_ms", "p95_ms")}
-    return Traffic(**{**totals, **latencies}, minutes=tuple(Minute(time, *counted.get(time, (0, 0, 0))) for time in times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +176,10 @@ def read_gateways() -> tuple[GatewayHealth, ...]:
 
 
 def count_asked_models() -> dict[str, int]:
-    """Return every allowed model with the requests for it within ``page_asked_s``, in two queries."""
-    names = Model.objects.filter(allowed=True).values_list("name", flat=True)
-    since = clock.now() - timedelta(seconds=limits().gateway.page_asked_s)
-    recent = RequestRecord.objects.filter(created_at__gte=since).values_list("model")
-    asked = dict(recent.annotate(requests=Count("pk")).order_by())
+    """Return every allowed model with the requests for it that ended within ``page_asked_s``, in two queries."""
+    names = list(Model.objects.filter(allowed=True).values_list("name", flat=True))
+    top = read_top(timedelta(seconds=limits().gateway.page_asked_s), Dimension.MODEL, most=limits().gateway.list_rows)
+    asked = {one.name: one.sums.requests for one in top}
     return {name: asked.get(name, 0) for name in names}
 
 

@@ -33,37 +33,43 @@ _COLUMNS = (
     "event_id, created_at, finished_at, gateway_id, tenant, key_id, key_name, model, state, prompt_tokens, completion_tokens, "
     "cached_tokens, is_estimated, tokens, cost_micros"
 )
+# Only ``gateway.services.rollups`` counts these.
+_OWN_COLUMNS = "node_id, status_code, queue_ms, ttft_ms, latency_ms"
+_OWN_VALUES = "r.node_id, r.status_code, r.queue_ms, CASE WHEN r.is_streaming THEN r.ttfb_ms END, r.latency_ms"
 _OPEN = ", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))
 RECORDED = (
     "id, created_at, finished_at, gateway_id, tenant, key_id, key_name, model, state, prompt_tokens, completion_tokens, "
-    "cached_tokens, tokens_estimated, reserved_tokens, reserved_micros"
+    "cached_tokens, tokens_estimated, reserved_tokens, reserved_micros, "
+    "node_id, status_code, queue_ms, ttfb_ms, latency_ms, is_streaming"
 )
 """Columns of request records of which events are made."""
-# An estimate of ours charges no more than was reserved. A rejected request used nothing. A record becomes final once, so that
-# no index has to keep a second event away.
+_REJECTED = f"'{RequestState.REJECTED.value}'"
+# An estimate of ours charges no more than was reserved. A rejected request used nothing: its event is only counted. A record
+# becomes final once, so that no index has to keep a second event away.
 ADD_USAGE = f"""
-INSERT INTO gateway_usageevent ({_COLUMNS})
+INSERT INTO gateway_usageevent ({_COLUMNS}, {_OWN_COLUMNS})
 SELECT r.id, r.created_at, coalesce(r.finished_at, clock_timestamp()), r.gateway_id, r.tenant, r.key_id, r.key_name, r.model,
-       r.state, coalesce(r.prompt_tokens, 0), coalesce(r.completion_tokens, 0), coalesce(r.cached_tokens, 0),
-       r.tokens_estimated,
-       LEAST(coalesce(r.prompt_tokens, 0)::bigint + coalesce(r.completion_tokens, 0),
-             CASE WHEN r.tokens_estimated THEN r.reserved_tokens END),
+       r.state, used.prompt, used.completion, used.cached, r.tokens_estimated,
+       LEAST(used.prompt + used.completion, CASE WHEN r.tokens_estimated THEN r.reserved_tokens END),
        LEAST(CASE WHEN m.name IS NULL THEN 0
-                  ELSE ceil((coalesce(r.prompt_tokens, 0) - coalesce(r.cached_tokens, 0)) * m.input_price
-                            + coalesce(r.cached_tokens, 0) * m.cached_price
-                            + coalesce(r.completion_tokens, 0) * m.output_price)::bigint END,
-             CASE WHEN r.tokens_estimated THEN r.reserved_micros END)
+                  ELSE ceil((used.prompt - used.cached) * m.input_price + used.cached * m.cached_price
+                            + used.completion * m.output_price)::bigint END,
+             CASE WHEN r.tokens_estimated THEN r.reserved_micros END), {_OWN_VALUES}
   FROM {{source}} AS r
+ CROSS JOIN LATERAL (
+       SELECT coalesce(CASE WHEN r.state <> {_REJECTED} THEN r.prompt_tokens END, 0)::bigint AS prompt,
+              coalesce(CASE WHEN r.state <> {_REJECTED} THEN r.completion_tokens END, 0)::bigint AS completion,
+              coalesce(CASE WHEN r.state <> {_REJECTED} THEN r.cached_tokens END, 0)::bigint AS cached) AS used
   LEFT JOIN gateway_model AS m
     ON m.name = r.model AND (m.input_price > 0 OR m.cached_price > 0 OR m.output_price > 0)
- WHERE r.state NOT IN ({_OPEN}, '{RequestState.REJECTED.value}')
+ WHERE r.state NOT IN ({_OPEN})
 """  # noqa: S608  # constants
 """Adds the events of those rows of ``source`` that are final; ``LEAST`` passes over what is null."""
 ADD_RESERVED = f"""
-INSERT INTO gateway_usageevent ({_COLUMNS})
+INSERT INTO gateway_usageevent ({_COLUMNS}, {_OWN_COLUMNS})
 SELECT r.id, r.created_at, r.finished_at, r.gateway_id, r.tenant, r.key_id, r.key_name, r.model, r.state,
        coalesce(r.prompt_tokens, 0), coalesce(r.completion_tokens, 0), coalesce(r.cached_tokens, 0), true,
-       coalesce(r.reserved_tokens, 0), coalesce(r.reserved_micros, 0)
+       coalesce(r.reserved_tokens, 0), coalesce(r.reserved_micros, 0), {_OWN_VALUES}
   FROM {{source}} AS r
 """  # noqa: S608  # constants
 """Adds the events of requests whose gateway is gone: nobody knows what they used, so they are charged what they might have."""
@@ -158,7 +164,7 @@ def read_usage(*, groups: Sequence[str], first: date, last: date, tenant: str | 
     events = UsageEvent.objects.filter(
         created_at__gte=datetime.combine(first, time.min, UTC),
         created_at__lt=datetime.combine(last + timedelta(days=1), time.min, UTC),
-    )
+    ).exclude(state=RequestState.REJECTED.value)
     if tenant is not None:
         events = events.filter(tenant=tenant)
     if "day" in groups:
@@ -236,7 +242,7 @@ SELECT CASE WHEN EXISTS (SELECT FROM running WHERE NOT is_shown) THEN oldest
 # A statement after that of the horizon: only its snapshot surely has all that ended below the horizon.
 _NEXT = f"""
 SELECT written_in::text, seq, {_COLUMNS} FROM gateway_usageevent
- WHERE (written_in, seq) > (%s::text::xid8, %s) AND written_in < %s::text::xid8
+ WHERE (written_in, seq) > (%s::text::xid8, %s) AND written_in < %s::text::xid8 AND state <> {_REJECTED}
  ORDER BY written_in, seq LIMIT %s
 """  # noqa: S608  # constants
 
@@ -255,9 +261,11 @@ def _deliver(webhook_id: int, url: str, secret: str) -> int:
         claimed = _claim(webhook_id)
         if claimed is None:
             break
-        batch, mine = _read_batch(claimed), UsageDelivery.objects.filter(pk=webhook_id, attempt=claimed.attempt)
+        horizon = find_horizon()
+        batch, mine = _read_batch(claimed, horizon), UsageDelivery.objects.filter(pk=webhook_id, attempt=claimed.attempt)
         if not batch:
-            mine.update(attempt=0, due_at=clock.now())
+            # Nobody looks again at the rejected requests below it.
+            mine.update(written_in=horizon, seq=0, attempt=0, due_at=clock.now())
             break
         body = msgspec.json.encode({"event": "usage", "id": f"usage_{webhook_id}_{batch[-1][1]}", "events": _show(batch)})
         try:
@@ -280,7 +288,7 @@ def _claim(webhook_id: int) -> UsageDelivery | None:
     now = clock.now()
     delivery = UsageDelivery.objects.select_for_update(skip_locked=True).filter(pk=webhook_id).first()
     if delivery is None:
-        newest = _find_horizon()
+        newest = find_horizon()
         delivery, is_new = UsageDelivery.objects.get_or_create(pk=webhook_id, defaults={"written_in": newest, "due_at": now})
         if not is_new:
             return None
@@ -292,14 +300,14 @@ def _claim(webhook_id: int) -> UsageDelivery | None:
     return delivery
 
 
-def _find_horizon() -> int:
+def find_horizon() -> int:
+    """Return the transaction below which everything has ended; what was written there is seen by the next statement."""
     with connection.cursor() as cursor:
         cursor.execute(_HORIZON)
         return int(cursor.fetchone()[0])
 
 
-def _read_batch(delivery: UsageDelivery) -> list[tuple[Any, ...]]:
-    horizon = _find_horizon()
+def _read_batch(delivery: UsageDelivery, horizon: int) -> list[tuple[Any, ...]]:
     with connection.cursor() as cursor:
         cursor.execute(_NEXT, [str(delivery.written_in), delivery.seq, str(horizon), limits().gateway.usage_batch])
         batch: list[tuple[Any, ...]] = cursor.fetchall()

@@ -88,7 +88,12 @@ def read_quantile(sketch: Sketch, share: float) -> float | None:
         below += sketch[str(bucket)]
         if below >= share * total:
             break
-    # The middle of the bucket.
+    return read_bucket(bucket)
+
+
+def read_bucket(bucket: int) -> float:
+    """Return the middle of a bucket."""
+    policy = limits().nodes
     return policy.figures_smallest * math.pow(policy.figures_step, bucket) * 2 / (1 + policy.figures_step)
 
 

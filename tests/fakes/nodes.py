@@ -12,7 +12,7 @@ from django.utils import timezone
 from pytest_django import DjangoDbBlocker
 
 from core.models import User
-from gateway.models import ApiKey, GatewayProcess, RequestRecord, Tenant
+from gateway.models import ApiKey, GatewayProcess, RequestRecord, Tenant, UsageEvent
 from gateway.services.keys import create_api_key
 from gateway.services.tenants import create_tenant
 from governance.models import AuditEvent
@@ -80,6 +80,17 @@ def make_record(*, age_s: float = 1.0, state: RequestState = RequestState.COMPLE
         "endpoint": "/v1/chat/completions", "state": state.value, "created_at": timezone.now() - timedelta(seconds=age_s),
     }  # fmt: skip
     return RequestRecord.objects.create(**{**values, **changes})
+
+
+def make_event(*, ago_s: float = 0, **changes: Any) -> UsageEvent:
+    """Return the event of a request that ended then, not saved."""
+    moment = timezone.now() - timedelta(seconds=ago_s)
+    values: dict[str, Any] = {
+        "event_id": new_uuid7(), "created_at": moment, "finished_at": moment, "gateway_id": new_uuid7(), "tenant": "t",
+        "key_id": new_uuid7(), "key_name": "k", "model": "m", "state": RequestState.COMPLETED.value, "status_code": 200,
+        "prompt_tokens": 9, "completion_tokens": 3, "tokens": 12, "cost_micros": 5, "queue_ms": 10, "latency_ms": 1000,
+    }  # fmt: skip
+    return UsageEvent(**(values | changes))
 
 
 T = TypeVar("T")

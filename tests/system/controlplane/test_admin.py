@@ -22,14 +22,15 @@ from django.utils.html import escape
 from pytest_django import DjangoAssertNumQueries
 
 from controlplane.api_errors import permission_denied, server_error
-from controlplane.overview import count_live, read_overview
+from controlplane.overview import count_live, read_overview, read_slow_facts
 from core.admin_pages import CreatingAdmin, ShowingAdmin
 from core.models import User
-from gateway.models import ApiKey, GatewayProcess
+from gateway.models import ApiKey, GatewayProcess, UsageDelivery, UsageEvent
 from gateway.routing import Target
 from gateway.services.models import allow_model, create_alias
 from gateway.services.requests import read_gateways
 from gateway.services.responses import keep_response
+from gateway.services.rollups import roll_up_requests
 from gateway.services.tenants import change_response_policy
 from governance.admin_tokens import create_admin_token
 from governance.notices import add_webhook
@@ -37,15 +38,16 @@ from governance.web.pages import ADMIN_POLICY, POLICY, STRICT_POLICY
 from nodes.services.gpus import follow_gpus
 from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, make_gateway, make_key, make_node, make_operator, make_presence, make_record
+from tests.fakes.nodes import ACTOR, make_event, make_gateway, make_key, make_node, make_operator, make_presence, make_record
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db
 
 
-MOST_QUERIES = 21
-"""Session, operator, and one or two each for nodes, gateways, open requests, the last hour, allowed models, the policy and keys
-that end; three for what waits, two for models that no node answers for, and one for those that a node lost."""
+MOST_QUERIES = 22
+"""Session, operator, and one or two each for nodes, gateways, open requests, the chart, the last hour and how old it is,
+allowed models, the policy and keys that end; three for what waits, two for models that no node answers for, and one for those
+that a node lost."""
 
 
 @pytest.fixture
@@ -59,28 +61,48 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     make_presence(make_node("alive"))
     make_presence(make_node("lost"), age_s=3600)
     make_node("never")
-    for latency_ms in (100, 200, 300):
-        make_record(latency_ms=latency_ms, prompt_tokens=10, completion_tokens=20)
-    make_record(state=RequestState.FAILED, latency_ms=9000)
-    make_record(state=RequestState.REJECTED, status_code=400)
-    make_record(state=RequestState.REJECTED, status_code=503)
-    make_record(state=RequestState.CANCELLED, status_code=499)
     make_record(state=RequestState.QUEUED, age_s=8)
-    make_record(age_s=2 * 3600)
     overview = read_overview()
     assert (overview.fleet.online, len(overview.fleet.nodes)) == (1, 3)
     assert (overview.open_requests.queued, overview.open_requests.running) == (1, 0)
     assert 7 <= overview.open_requests.oldest_wait_s < 60
-    traffic = overview.traffic
-    assert (traffic.requests, traffic.served, traffic.refused, traffic.failed) == (8, 3, 1, 2)
-    assert traffic.failed_percent == pytest.approx(200 / 7)
-    assert (traffic.p50_ms, traffic.p95_ms) == (200, 290)
-    assert (traffic.prompt_tokens, traffic.completion_tokens) == (30, 60)
-    assert sum(minute.requests for minute in traffic.minutes) == 8
-    assert sum(minute.refused for minute in traffic.minutes) == 1
-    assert sum(minute.failed for minute in traffic.minutes) == 2
-    assert len(traffic.minutes) == 60
     assert count_live(overview) == {"nodes_online": 1, "nodes_total": 3, "queued": 1, "running": 0}
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_chart_shows_the_requests_of_the_range_that_was_asked_for(boss: Client) -> None:
+    events = [make_event(latency_ms=latency_ms) for latency_ms in (100, 200, 300)]
+    events += [make_event(state=state.value, status_code=status, prompt_tokens=0) for state, status in (
+        (RequestState.FAILED, 502), (RequestState.REJECTED, 400), (RequestState.REJECTED, 503), (RequestState.CANCELLED, 499),
+    )]  # fmt: skip
+    UsageEvent.objects.bulk_create([*events, make_event(ago_s=5 * 3600), make_event(ago_s=40 * 86_400)])
+    roll_up_requests()
+    sums = read_slow_facts().hour
+    assert (sums.requests, sums.served, sums.refused, sums.failed, sums.prompt_tokens) == (7, 3, 1, 2, 27)
+    assert sums.failed_percent == pytest.approx(200 / 6)
+    for address, title, bars, requests in (
+        ("", "Requests per minute", 60, 7), ("?range=6h", "Requests per 2 minutes", 180, 8),
+        ("?range=x", "Requests per minute", 60, 7),
+        ("?range=30d", "Requests per 4 hours", 180, 8), ("?range=7d", "Requests per hour", 168, 8),
+    ):  # fmt: skip
+        page = boss.get(reverse("admin:index") + address).content.decode()
+        labels = [
+            [int(count) for count in found] for found in re.findall(r": (\d+) requests, (\d+) refused, (\d+) failed<", page)
+        ]
+        assert title in page
+        assert len(labels) == bars
+        assert [sum(column) for column in zip(*labels, strict=True)] == [requests, 1, 2]
+        assert page.count('aria-current="true"') == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_charts_that_stand_still_are_a_problem() -> None:
+    set_limits(console={"problem_sums_s": 60.0})
+    assert "Charts stand still." not in {problem.what for problem in read_overview().problems}
+    roll_up_requests()
+    assert "Charts stand still." not in {problem.what for problem in read_overview().problems}
+    UsageDelivery.objects.update(due_at=timezone.now() - timedelta(seconds=61))
+    assert "Charts stand still." in {problem.what for problem in read_overview().problems}
 
 
 def test_a_gateway_that_died_counts_until_another_one_took_its_place() -> None:

@@ -62,6 +62,8 @@ async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) ->
     writer.touch(record)
     await written(writer)
     assert read(rows, record, *changes) == tuple(changes.values())
+    of_event = "SELECT node_id, status_code, queue_ms, ttft_ms, latency_ms FROM gateway_usageevent WHERE event_id = %s"
+    assert rows.execute(of_event, [record.id]).fetchall() == [(node, 503, 4, 5 if record.is_streaming else None, 6)]
 
 
 async def test_a_gateway_that_stood_still_and_was_taken_over_changes_nothing_any_more(writer: RecordWriter, rows: Rows) -> None:

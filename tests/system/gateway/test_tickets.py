@@ -25,7 +25,8 @@ from gateway.process import GatewayRuntime
 from gateway.services.figures import update_figures
 from gateway.services.limits import store_budgets
 from gateway.services.models import allow_model
-from gateway.services.requests import close_orphaned_requests, read_traffic
+from gateway.services.requests import close_orphaned_requests
+from gateway.services.rollups import read_series, roll_up_requests
 from gateway.services.tickets import store_usage
 from gateway.urls import make_application
 from gateway.values import TICKETS_PATH, Budget, BudgetKind
@@ -638,7 +639,7 @@ def test_a_node_speaks_for_its_own_tickets_alone() -> None:
     assert (record.completion_tokens, record.tokens_estimated) == (50, True), "an estimate is no more than the ticket permits"
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(transaction=True)
 def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_back() -> None:
     node, gone = make_node(), make_gateway(stopped=True)
     fresh = ticket_record(node, gateway_id=gone.pk, age_s=500)
@@ -652,7 +653,11 @@ def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_b
     for record in (fresh, unused, late):
         record.refresh_from_db()
     assert [record.state for record in (fresh, unused, late)] == ["running", "cancelled", "interrupted"]
-    assert (unused.error_code, read_traffic().failed) == ("TICKET_UNUSED", 1), "a ticket that nobody used has not failed"
+    roll_up_requests()
+    sums = read_series(timedelta(hours=1)).total
+    assert (unused.error_code, sums.failed, sums.cancelled) == ("TICKET_UNUSED", 1, 1), (
+        "a ticket that nobody used has not failed"
+    )
     assert {event.event_id: event.tokens for event in UsageEvent.objects.all()} == {unused.pk: 90, late.pk: 80}, "at the cap"
     assert store_usage([(node.pk, report_of(late))]).ended == [], "what has ended stays as it is"
 

@@ -49,6 +49,24 @@ def test_usage_is_summed_up_by_what_was_asked_for() -> None:
     assert read_usage(groups=["key"], first=first, last=last)[0]["key_name"] == "k"
 
 
+def test_a_rejected_request_is_no_usage(posted: list[dict[str, object]]) -> None:
+    set_limits(gateway={"usage_batch": 2})
+    add_webhook(name="billing", url="https://example.org/x", takes_usage=True, actor=ACTOR)
+    deliver_usage()
+    due()
+    for _ in range(3):
+        UsageEvent.objects.filter(pk=add(tokens=1).pk).update(state="rejected")
+    assert deliver_usage() == 0
+    seen = UsageDelivery.objects.get()
+    assert not UsageEvent.objects.extra(where=["written_in > %s::text::xid8"], params=[str(seen.written_in)]).exists()
+    add(tokens=7)
+    due()
+    assert deliver_usage() == 1
+    assert [event["tokens"] for batch in posted for event in batch["events"]] == [7]  # type: ignore[attr-defined]
+    today = datetime.now(UTC).date()
+    assert [row["requests"] for row in read_usage(groups=["tenant"], first=today, last=today)] == [1]
+
+
 @pytest.mark.parametrize("groups", [["hour"], [], ["day", "day"]])
 def test_a_group_that_there_is_not_is_refused(groups: list[str]) -> None:
     with pytest.raises(InvalidValue):

@@ -43,7 +43,8 @@ from core.db.base import DatabaseWrapper, WaitLimit, limit_process, limit_waits
 from core.limits import limits
 from gateway.services.errors import InvalidValue, NameTaken
 from gateway.services.explanations import Wait, WaitingModel
-from gateway.services.requests import ExpiringKey, GatewayHealth, Minute, OpenRequests, Traffic
+from gateway.services.requests import ExpiringKey, GatewayHealth, OpenRequests
+from gateway.services.rollups import Sums
 from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
 from nodes.services.availability import FleetOverview, NodeHealth
@@ -65,16 +66,12 @@ def node(name: str = "rig", status: NodeStatus = NodeStatus.AVAILABLE, **changes
     return NodeHealth(name, status, **(values | changes))
 
 
-def traffic(requests: int = 100, failed: int = 0, refused: int = 0) -> Traffic:
-    minute = Minute(NOW, requests, refused, failed)
-    return Traffic(
-        requests, requests - failed - refused, refused, failed, p50_ms=1, p95_ms=2, prompt_tokens=0, completion_tokens=0,
-        minutes=(minute, ),
-    )  # fmt: skip
+def hour(requests: int = 100, failed: int = 0, refused: int = 0) -> Sums:
+    return Sums(served=requests - failed - refused, refused=refused, failed=failed)
 
 
 def facts(*nodes: NodeHealth, slow: SlowFacts | None = None, **changes: Any) -> Facts:
-    healthy = SlowFacts(traffic(), {"tiny": 5}, PolicyFact(1, NOW + timedelta(days=400)))
+    healthy = SlowFacts(hour(), {"tiny": 5}, PolicyFact(1, NOW + timedelta(days=400)))
     values: dict[str, Any] = {
         "fleet": FleetOverview(nodes or (node(),)), "open_requests": IDLE, "slow": slow or healthy, "now": NOW,
         "gateways": (GatewayHealth("gate:7", NOW, 1.0),),
@@ -106,7 +103,7 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
         "No node answers for big, and clients sent 3 requests for it in the last hour.", Severity.DOWN),
     "a model without a node that nobody asks for": (facts(slow=slow(allowed={"big": 0}), unserved={"big": MISSING}),
         "Clients may use big, and no node answers for it.", Severity.NOTICE),
-    "failures": (facts(slow=slow(traffic=traffic(failed=20))), "20 % of the last hour's requests failed.", Severity.IMPAIRED),
+    "failures": (facts(slow=slow(hour=hour(failed=20))), "20 % of the last hour's requests failed.", Severity.IMPAIRED),
     "a node in error": (facts(node(), node("gpu1", NodeStatus.ERROR, last_error="CUDA out of memory")),
         "gpu1 reports an error.", Severity.IMPAIRED),
     "a late node": (facts(node("late", freshness=Freshness.STALE, age_s=12.0)), "late was last seen 12 s ago.",
@@ -147,9 +144,9 @@ def test_one_thing_that_is_wrong_is_one_line_with_a_way_to_mend_it(case: str) ->
 
 
 QUIET = {
-    "a few failures of few requests": facts(slow=slow(traffic=traffic(requests=10, failed=4))),
-    "callers' mistakes alone": facts(slow=slow(traffic=traffic(requests=100, refused=100))),
-    "a small share of failures": facts(slow=slow(traffic=traffic(requests=100, failed=4))),
+    "a few failures of few requests": facts(slow=slow(hour=hour(requests=10, failed=4))),
+    "callers' mistakes alone": facts(slow=slow(hour=hour(requests=100, refused=100))),
+    "a small share of failures": facts(slow=slow(hour=hour(requests=100, failed=4))),
     "a rival of last week": facts(node(rival_seen_at=NOW - timedelta(days=7))),
     "a clock that is a little off": facts(node(clock_skew_ms=900)),
     "no policy, hence none to trust": facts(node(policy_version=0), slow=slow(policy=None)),

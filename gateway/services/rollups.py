@@ -1,0 +1,399 @@
+"""Sums of requests for charts: of minutes, of ten minutes and of days, written from usage events and never from a page.
+
+Events are counted in the order of their transactions, as webhooks get them, and a batch and how far it came are one
+transaction: each event is counted once, whoever is killed, and none that was committed late is passed over. A request counts in
+the minute in which it ended. Quantiles are read from sketches (``nodes.services.figures``) that add up as counts do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+
+from django.db import connection, transaction
+
+from core.limits import limits
+from gateway.models import RequestDay, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery
+from gateway.services.usage import find_horizon
+from gateway.values import Dimension
+from nodes.services.figures import read_bucket
+from wire import clock
+from wire.contract import OPEN_REQUEST_STATES, RequestState
+
+_Values = dict[str, str | float | datetime | list[int]]
+_MARK = 0
+"""Of ``UsageDelivery``: how far the events are counted."""
+_ORIGIN = datetime(2000, 1, 1, tzinfo=UTC)
+"""Steps are counted from it, so that those of whole hours begin with a UTC day."""
+_MINUTE, _TEN_MINUTES, _DAY = timedelta(minutes=1), timedelta(minutes=10), timedelta(days=1)
+_COUNTS = ("served", "refused", "failed", "cancelled", "prompt_tokens", "completion_tokens", "cost_micros")
+
+
+class Metric(StrEnum):
+    """What has a sketch, in milliseconds; the value is its column."""
+
+    LATENCY = "latency"
+    """Of a served request, with its queue."""
+    TTFT = "ttft"
+    """Of a served stream, until the first byte, with the queue."""
+    TOKEN_TIME = "token_time"  # noqa: S105  # no secret
+    """Of a served stream, for each token after the first; only where the engine counted them."""
+    QUEUE_TIME = "queue_time"
+    """Of each request that got a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A table: what a row of it stands for, how long it is kept, and what it has rows of."""
+
+    model: type[RequestSums]
+    step: timedelta
+    kept: timedelta
+    dimensions: tuple[Dimension, ...]
+
+    @property
+    def table(self) -> str:
+        return self.model._meta.db_table  # noqa: SLF001  # Django documents it
+
+
+def _list_levels() -> tuple[_Level, ...]:
+    policy, few = limits().gateway, (Dimension.ALL, Dimension.MODEL, Dimension.NODE, Dimension.TENANT)
+    return (
+        _Level(RequestMinute, _MINUTE, timedelta(days=policy.rollup_minutes_days), few),
+        _Level(RequestTenMinutes, _TEN_MINUTES, timedelta(days=policy.rollup_tens_days), few),
+        _Level(RequestDay, _DAY, timedelta(days=policy.rollup_days), tuple(Dimension)),
+    )
+
+
+# Writing
+
+_METRICS = {
+    Metric.LATENCY: "CASE WHEN e.state = 'completed' THEN e.latency_ms END",
+    Metric.TTFT: "CASE WHEN e.state = 'completed' THEN e.ttft_ms END",
+    Metric.TOKEN_TIME: "CASE WHEN e.state = 'completed' AND e.completion_tokens > 1 AND NOT e.is_estimated "
+    "THEN (e.latency_ms - e.ttft_ms)::float8 / (e.completion_tokens - 1) END",
+    Metric.QUEUE_TIME: "CASE WHEN e.node_id IS NOT NULL THEN e.queue_ms END",
+}
+
+
+def _each(text: str, names: Iterable[str]) -> str:
+    return ", ".join(text.replace("?", name) for name in names)
+
+
+# ``GREATEST`` passes over what is null.
+_BUCKET = (
+    "CASE WHEN {} IS NOT NULL THEN LEAST(%(last)s, ceil(ln(GREATEST({}, %(least)s) / %(least)s) / ln(%(scale)s)))::bigint END"
+)
+_BUCKETS = ", ".join(f"{_BUCKET.format(value, value)} AS {one}" for one, value in _METRICS.items())
+_COLUMNS = ", ".join(("dimension", "at", "name", *_COUNTS, *Metric, "queued_most", "running_most"))
+_MERGED = """
+? = CASE WHEN excluded.? = '{{}}' THEN t.? ELSE (
+    SELECT array_agg(n << 10 | bucket)
+      FROM (SELECT v & 1023 AS bucket, sum(v >> 10)::bigint AS n FROM unnest(t.? || excluded.?) AS v GROUP BY 1) AS b) END"""
+# What became of a request is judged as ``gateway.values.judge_outcome`` does.
+_BATCH = f"""
+WITH batch AS MATERIALIZED (
+SELECT e.written_in, e.seq, date_bin('1 minute', e.finished_at, %(origin)s) AS at, {_BUCKETS},
+       coalesce(m.name, '') AS model, e.node_id::text AS node, e.tenant, e.key_id::text AS key,
+       e.prompt_tokens, e.completion_tokens, e.cost_micros,
+       CASE WHEN e.state = 'completed' THEN 'served' WHEN e.state = 'cancelled' THEN 'cancelled'
+            WHEN e.state = 'rejected' AND e.status_code BETWEEN 400 AND 499 THEN 'refused' ELSE 'failed' END AS outcome
+  FROM (SELECT * FROM gateway_usageevent
+         WHERE (written_in, seq) > (%(written_in)s::text::xid8, %(seq)s) AND written_in < %(horizon)s::text::xid8
+         ORDER BY written_in, seq LIMIT %(most)s) AS e
+  LEFT JOIN gateway_model AS m ON m.name = e.model
+), named AS MATERIALIZED (
+SELECT b.*, d.dimension, d.name
+  FROM batch AS b
+ CROSS JOIN LATERAL (VALUES ({Dimension.ALL:d}, ''), ({Dimension.MODEL:d}, b.model), ({Dimension.NODE:d}, b.node),
+                            ({Dimension.TENANT:d}, b.tenant), ({Dimension.KEY:d}, b.key),
+                            ({Dimension.TENANT_MODEL:d}, b.tenant || E'\\n' || b.model)) AS d (dimension, name)
+ WHERE d.name IS NOT NULL
+), counts AS MATERIALIZED (
+SELECT at, dimension, name, {_each("count(*) FILTER (WHERE outcome = '?') AS ?", _COUNTS[:4])},
+       {_each("sum(?) AS ?", _COUNTS[4:])}
+  FROM named GROUP BY at, dimension, name
+), buckets AS MATERIALIZED (
+SELECT at, dimension, name, v.metric, v.bucket, count(*) AS n
+  FROM named AS b CROSS JOIN LATERAL (VALUES {_each("('?', b.?)", Metric)}) AS v (metric, bucket)
+ WHERE v.bucket IS NOT NULL GROUP BY at, dimension, name, v.metric, v.bucket
+)
+"""  # noqa: S608  # constants
+# Sums and buckets are grouped together, not joined: nobody knows how many there are when it is planned.
+_LEVEL = f"""
+, {{table}}_written AS (
+INSERT INTO {{table}} AS t ({_COLUMNS})
+SELECT dimension, at, name, {_each("sum(?)::bigint", _COUNTS)},
+       {_each("coalesce(array_agg(n << 10 | bucket) FILTER (WHERE metric = '?'), '{{}}')", Metric)}, 0, 0
+  FROM (SELECT date_bin(%({{table}}_step)s, at, %(origin)s) AS at, dimension, name, {_each("?", _COUNTS)},
+               NULL AS metric, NULL AS bucket, NULL AS n
+          FROM counts WHERE at >= %({{table}}_oldest)s AND dimension = ANY(%({{table}}_of)s)
+         UNION ALL
+        SELECT date_bin(%({{table}}_step)s, at, %(origin)s) AS at, dimension, name, {_each("0", _COUNTS)},
+               metric, bucket, sum(n)::bigint
+          FROM buckets WHERE at >= %({{table}}_oldest)s AND dimension = ANY(%({{table}}_of)s)
+         GROUP BY 1, 2, 3, metric, bucket) AS found
+ GROUP BY at, dimension, name
+    ON CONFLICT (dimension, at, name) DO UPDATE SET
+       {_each("? = t.? + excluded.?", _COUNTS)}, {_each(_MERGED, Metric)}
+)
+"""  # noqa: S608  # constants
+_LAST = """
+SELECT (SELECT count(*) FROM batch), written_in::text, seq FROM batch ORDER BY written_in DESC, seq DESC LIMIT 1
+"""
+_OPEN = f"""
+WITH found AS MATERIALIZED (
+SELECT model, count(*) FILTER (WHERE state = '{RequestState.QUEUED.value}') AS queued,
+       count(*) FILTER (WHERE state <> '{RequestState.QUEUED.value}') AS running
+  FROM gateway_requestrecord WHERE state IN ({", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))})
+ GROUP BY model
+), named AS MATERIALIZED (
+SELECT {Dimension.ALL:d} AS dimension, '' AS name, sum(queued) AS queued, sum(running) AS running FROM found HAVING count(*) > 0
+ UNION ALL
+SELECT {Dimension.MODEL:d}, coalesce(m.name, ''), sum(queued), sum(running)
+  FROM found AS f LEFT JOIN gateway_model AS m ON m.name = f.model GROUP BY 2
+)
+"""  # noqa: S608  # constants
+_OPEN_LEVEL = f"""
+{{table}}_written AS (
+INSERT INTO {{table}} AS t ({_COLUMNS})
+SELECT dimension, date_bin(%({{table}}_step)s, statement_timestamp(), %(origin)s), name, {_each("0", _COUNTS)},
+       {_each("'{{}}'::bigint[]", Metric)}, queued, running
+  FROM named
+    ON CONFLICT (dimension, at, name) DO UPDATE SET queued_most = GREATEST(t.queued_most, excluded.queued_most),
+       running_most = GREATEST(t.running_most, excluded.running_most)
+ WHERE t.queued_most < excluded.queued_most OR t.running_most < excluded.running_most
+)
+"""  # noqa: S608  # constants
+# Nothing moves an old row, so its place in the table is its name.
+_FORGET = """
+DELETE FROM {table} WHERE ctid = ANY(ARRAY(
+    SELECT ctid FROM {table} WHERE dimension = ANY(%(of)s) AND at < %(oldest)s LIMIT %(most)s))
+"""
+
+
+def roll_up_requests() -> int:
+    """Count the events since the last time, in batches, note what is open, forget what is old; return how many were counted.
+
+    Safe to run several times at once: whoever finds another one at it leaves it the rest.
+    """
+    counted, until = 0, clock.monotonic() + limits().gateway.rollup_budget_s
+    while True:
+        batch = _roll_up_batch(is_first=not counted)
+        counted += batch
+        if batch < limits().gateway.rollup_batch or clock.monotonic() >= until:
+            return counted
+
+
+@transaction.atomic
+def _roll_up_batch(*, is_first: bool) -> int:
+    UsageDelivery.objects.get_or_create(pk=_MARK, defaults={"due_at": clock.now()})
+    mark = UsageDelivery.objects.select_for_update(skip_locked=True).filter(pk=_MARK).first()
+    if mark is None:
+        return 0
+    levels, horizon, now = _list_levels(), find_horizon(), clock.now()
+    scale = limits().nodes
+    values: _Values = {
+        "origin": _ORIGIN,
+        "written_in": str(mark.written_in),
+        "seq": mark.seq,
+        "horizon": str(horizon),
+        "most": limits().gateway.rollup_batch,
+        "least": scale.figures_smallest,
+        "scale": scale.figures_step,
+        "last": scale.figures_buckets,
+    }
+    for level in levels:
+        values[f"{level.table}_step"], values[f"{level.table}_of"] = (
+            _print_step(level.step),
+            [one.value for one in level.dimensions],
+        )
+        values[f"{level.table}_oldest"] = _align(now - level.kept, level.step)
+    with connection.cursor() as cursor:
+        if is_first:
+            opened = ", ".join(_OPEN_LEVEL.format(table=level.table) for level in levels)
+            cursor.execute(f"{_OPEN}, {opened} SELECT", values)
+            for level in levels:
+                bounds: _Values = {name: values[f"{level.table}_{name}"] for name in ("of", "oldest")}
+                bounds["most"] = limits().gateway.rollup_forgotten
+                cursor.execute(_FORGET.format(table=level.table), bounds)
+        cursor.execute("SELECT set_config('work_mem', %s, true)", [f"{limits().gateway.rollup_memory_mb}MB"])
+        cursor.execute(_BATCH + "".join(_LEVEL.format(table=level.table) for level in levels) + _LAST, values)
+        found = cursor.fetchone()
+    count = 0
+    if found is not None:
+        count, mark.written_in, mark.seq = found[0], int(found[1]), found[2]
+    mark.due_at = now
+    mark.save(update_fields=["written_in", "seq", "due_at"])
+    return count
+
+
+def _print_step(step: timedelta) -> str:
+    return f"{step.total_seconds():.0f} seconds"
+
+
+def _align(moment: datetime, step: timedelta) -> datetime:
+    return moment - (moment - _ORIGIN) % step
+
+
+# Reading
+
+
+def read_last_round() -> datetime | None:
+    """Return when a worker last looked for events to count; None before the first time."""
+    return UsageDelivery.objects.filter(pk=_MARK).values_list("due_at", flat=True).first()
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What requests came to. Quantiles are those of the metric that was asked for, in ms; None where there is none."""
+
+    served: int = 0
+    refused: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_micros: int = 0
+    queued_most: int = 0
+    running_most: int = 0
+    p50_ms: float | None = None
+    p95_ms: float | None = None
+
+    @property
+    def requests(self) -> int:
+        return self.served + self.refused + self.failed + self.cancelled
+
+    @property
+    def failed_percent(self) -> float:
+        """Share of requests that failed, 0 to 100. Refused ones count on neither side: many would hide what failed."""
+        judged = self.requests - self.refused
+        return 100.0 * self.failed / judged if judged else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Sums over time: a point for each ``step``, oldest first and without a gap; the last one still grows."""
+
+    step: timedelta
+    points: tuple[tuple[datetime, Sums], ...]
+    total: Sums
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The sums of one name of a dimension."""
+
+    name: str
+    sums: Sums
+
+
+class Order(StrEnum):
+    """By what names are the first."""
+
+    REQUESTS = "served + refused + failed + cancelled"
+    FAILED = "failed"
+    TOKENS = "prompt_tokens + completion_tokens"
+    COST = "cost_micros"
+
+
+_SUMS = ", ".join([*(f"sum({one})::bigint AS {one}" for one in _COUNTS), "max(queued_most)", "max(running_most)"])
+_ROWS = """
+SELECT date_bin(%(step)s, at, %(origin)s) AS slot, {columns} FROM {table}
+ WHERE dimension = %(dimension)s AND name = %(name)s
+   AND at = ANY(ARRAY(SELECT generate_series(%(begins_at)s::timestamptz, %(ends_at)s::timestamptz, %(own_step)s::interval)))
+"""
+_SERIES = f"""
+SELECT coalesce(slot, %(origin)s) AS slot, {_SUMS} FROM ({_ROWS}) AS r GROUP BY GROUPING SETS ((r.slot), ())
+"""  # noqa: S608  # constants
+_SERIES_OF = f"""
+WITH rows AS MATERIALIZED ({_ROWS}),
+sums AS (
+SELECT coalesce(slot, %(origin)s) AS slot, {_SUMS} FROM rows AS r GROUP BY GROUPING SETS ((r.slot), ())
+), buckets AS (
+SELECT coalesce(slot, %(origin)s) AS slot, bucket, sum(n) AS n
+  FROM (SELECT slot, v & 1023 AS bucket, v >> 10 AS n FROM rows CROSS JOIN LATERAL unnest(rows.{{metric}}) AS v) AS r
+ GROUP BY GROUPING SETS ((r.slot, bucket), (bucket))
+), ranked AS (
+SELECT slot, bucket, sum(n) OVER (PARTITION BY slot ORDER BY bucket) AS below, sum(n) OVER (PARTITION BY slot) AS n FROM buckets
+), quantiles AS (
+SELECT slot, min(bucket) FILTER (WHERE below >= 0.5 * n) AS p50, min(bucket) FILTER (WHERE below >= 0.95 * n) AS p95
+  FROM ranked GROUP BY slot
+)
+SELECT sums.*, p50, p95 FROM sums LEFT JOIN quantiles USING (slot)
+"""  # noqa: S608  # constants
+_TOP = f"""
+SELECT name, {_SUMS} FROM {{table}} WHERE dimension = %(dimension)s AND at >= %(begins_at)s
+ GROUP BY name ORDER BY sum({{order}}) DESC, name LIMIT %(most)s
+"""  # noqa: S608  # constants
+
+
+def read_series(
+    span: timedelta, *, dimension: Dimension = Dimension.ALL, name: str = "", metric: Metric | None = None
+) -> Series:
+    """Return how requests went until now, of all or of one name, in steps that fit the span; one query.
+
+    With a metric, points and total have its median and its 95th percentile.
+    """
+    level, step = _choose_steps(span, dimension)
+    last = _align(clock.now(), step)
+    times = [last - step * back for back in reversed(range(max(1, math.ceil(span / step))))]
+    columns = ", ".join([*_COUNTS, "queued_most", "running_most", *([metric.value] if metric else [])])
+    text = (_SERIES_OF if metric else _SERIES).format(table=level.table, columns=columns, metric=metric)
+    values: _Values = {
+        "dimension": dimension.value,
+        "name": name,
+        "step": _print_step(step),
+        "own_step": _print_step(level.step),
+        "origin": _ORIGIN,
+        "begins_at": times[0],
+        "ends_at": last + step - level.step,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(text, values)
+        found = {slot: _read_sums(*row) for slot, *row in cursor.fetchall()}
+    return Series(step, tuple((at, found.get(at, Sums())) for at in times), found.get(_ORIGIN, Sums()))
+
+
+def read_top(span: timedelta, dimension: Dimension, *, most: int, order: Order = Order.REQUESTS) -> tuple[Named, ...]:
+    """Return the first ``most`` names of a dimension within a span until now, by what ``order`` says; one query.
+
+    The span begins with a step of the table that is read, so it may be longer by one: see ``_choose_table``.
+    """
+    level = _choose_table(span, dimension)
+    values = {"dimension": dimension.value, "begins_at": _align(clock.now() - span, level.step), "most": most}
+    with connection.cursor() as cursor:
+        cursor.execute(_TOP.format(table=level.table, order=order), values)
+        return tuple(Named(name, _read_sums(*row)) for name, *row in cursor.fetchall())
+
+
+def _read_sums(*row: int | None) -> Sums:
+    *sums, p50, p95 = row if len(row) > len(_COUNTS) + 2 else (*row, None, None)
+    return Sums(*(value or 0 for value in sums), *(None if one is None else read_bucket(one) for one in (p50, p95)))
+
+
+def _choose_steps(span: timedelta, dimension: Dimension) -> tuple[_Level, timedelta]:
+    minutes, tens, days = _list_levels()
+    steps = (
+        (minutes, 1 * _MINUTE),
+        (minutes, 2 * _MINUTE),
+        (tens, _TEN_MINUTES),
+        (tens, 6 * _TEN_MINUTES),
+        (tens, 24 * _TEN_MINUTES),
+    )
+    for level, step in steps:
+        if span <= step * limits().gateway.chart_points and span <= level.kept and dimension in level.dimensions:
+            return level, step
+    return days, _DAY
+
+
+def _choose_table(span: timedelta, dimension: Dimension) -> _Level:
+    """Return the table with the fewest rows that is still fine enough: every name has one for each step."""
+    minutes, tens, days = _list_levels()
+    for level, longest in ((minutes, 30 * _MINUTE), (tens, 2 * _DAY)):
+        if span <= longest and dimension in level.dimensions:
+            return level
+    return days
