@@ -7,11 +7,9 @@ import logging
 import ssl
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 from django.db import DatabaseError, InterfaceError
 
 from core.db.threads import run_in_database
@@ -29,6 +27,7 @@ from nodes.services.certificates import (
     read_request,
 )
 from wire import bridge, clock
+from wire.certificates import UNREADABLE_CERTIFICATE, encode_key
 
 logger = logging.getLogger("muster.nodes")
 
@@ -93,7 +92,7 @@ class CertificateChannel:
 
     async def _answer(self, link: RelayLink, url: str, csr: str) -> None:
         try:
-            if await find_served_key(url) != _encode(read_request(csr)):
+            if await find_served_key(url) != encode_key(read_request(csr)):
                 raise CertificateRefused(f"Another key than the node's answers at {url}.")
             certificate = await run_in_database(issue_certificate, node_id=link.node_id, url=url, csr=csr)
         except NodeError as refusal:
@@ -127,15 +126,8 @@ async def find_served_key(url: str) -> bytes:
         raise CertificateRefused(f"TLS at {url} cannot be reached ({error.strerror or type(error).__name__}).") from None
     try:
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        return _encode(x509.load_der_x509_certificate(shown).public_key())
-    except (ValueError, TypeError):
+        return encode_key(x509.load_der_x509_certificate(shown).public_key())
+    except UNREADABLE_CERTIFICATE:
         raise CertificateRefused(f"TLS at {url} shows no certificate that can be read.") from None
     finally:
         writer.transport.abort()
-        with suppress(OSError):
-            await writer.wait_closed()
-
-
-def _encode(key: Any) -> bytes:  # Any: of every kind that a certificate may have
-    encoded: bytes = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return encoded

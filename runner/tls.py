@@ -7,7 +7,6 @@ installation over the session. Connections that are open go on with the certific
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import ssl
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -27,6 +25,7 @@ from runner.limits import limits
 from runner.operations.keys import read_private, write_private
 from wire import clock
 from wire.bridge import CertificateRequest, NodeCertificate
+from wire.certificates import UNREADABLE_CERTIFICATE, read_host
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class ServerTls:
                 held = None
             self._held = held
             self.context.load_cert_chain(folder / CERTIFICATE_NAME, folder / KEY_NAME)
-        except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        except (OSError, *UNREADABLE_CERTIFICATE) as error:
             raise ConfigError(
                 f"{KEY_NAME} and {CERTIFICATE_NAME} in {folder} cannot be used ({error}); remove them: the node makes new ones"
             ) from None
@@ -106,7 +105,7 @@ class ServerTls:
     def hear_authorities(self, certificates: str) -> None:
         try:
             found = x509.load_pem_x509_certificates(certificates.encode()) if certificates else []
-        except ValueError:
+        except UNREADABLE_CERTIFICATE:
             log.warning("a gateway names internal CAs that cannot be read")
             return
         self._authorities = tuple(found)
@@ -137,10 +136,11 @@ class ServerTls:
             return False
         try:
             certificate = x509.load_pem_x509_certificate(answer.certificate.encode())
-        except ValueError:
+            is_own = certificate.public_key() == self._key.public_key()
+        except UNREADABLE_CERTIFICATE:
             log.warning("a gateway sends a certificate that cannot be read")
             return False
-        if certificate.public_key() != self._key.public_key() or not _names(certificate, self._config.host):
+        if not is_own or not _names(certificate, self._config.host):
             log.warning("a gateway sends a certificate of another key or host")
             return False
         content = certificate.public_bytes(serialization.Encoding.PEM)
@@ -189,7 +189,7 @@ def _read_held(path: Path) -> _Held | None:
     content = read_private(path)
     try:
         return None if content is None else _hold(x509.load_pem_x509_certificate(content))
-    except ValueError:
+    except UNREADABLE_CERTIFICATE:
         return None
 
 
@@ -206,29 +206,22 @@ def _certify_alone(key: ec.EllipticCurvePrivateKey, host: str, now: float) -> by
         x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
         .serial_number(x509.random_serial_number()).not_valid_before(begins - timedelta(days=1))
         .not_valid_after(begins + timedelta(seconds=limits().tls.placeholder_s))
-        .add_extension(x509.SubjectAlternativeName([_read_host(host)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([read_host(host)]), critical=False)
     )  # fmt: skip
     return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-
-def _read_host(host: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
 
 
 def _names(certificate: x509.Certificate, host: str) -> bool:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, ValueError):
+    except UNREADABLE_CERTIFICATE:
         return False
-    return _read_host(host) in names
+    return read_host(host) in names
 
 
 def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
+    except UNREADABLE_CERTIFICATE:
         return False
     return True

@@ -15,7 +15,6 @@ from datetime import datetime, timedelta
 from urllib.parse import urlsplit
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
@@ -30,6 +29,7 @@ from nodes.addresses import LOOPBACK, AddressPolicy, parse_direct_url, parse_pol
 from nodes.errors import CertificateRefused, Conflict
 from nodes.models import Node, NodeAuthority, read_clock
 from wire import clock
+from wire.certificates import UNREADABLE_CERTIFICATE, read_host
 from wire.credentials import derive_cipher
 
 PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | rsa.RSAPublicKey
@@ -141,7 +141,7 @@ def read_request(text: str) -> PublicKey:
             raise CertificateRefused("The certificate request is too long.", param="csr")
         request = x509.load_pem_x509_csr(text.encode())
         key, is_signed = request.public_key(), request.is_signature_valid
-    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+    except UNREADABLE_CERTIFICATE:
         raise CertificateRefused("The certificate request cannot be read.", param="csr") from None
     if not is_signed:
         raise CertificateRefused("The certificate request is not signed by its own key.", param="csr")
@@ -302,20 +302,19 @@ def _check_host(host: str) -> x509.DNSName | x509.IPAddress:
     own = (settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.GATEWAY_ADVERTISED_URLS)
     if any(parts.hostname == host for url in own if (parts := urlsplit(str(url))).scheme in {"https", "wss"}):
         raise CertificateRefused(f"{host} is the host of this installation itself; a node needs one of its own.")
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    name = read_host(host)
+    if isinstance(name, x509.DNSName):
         is_listed = any(
             host.endswith(rule.name) if rule.name.startswith(".") else host == rule.name
             for rule in policy.rules
             if rule.network is None
         )
         if is_listed or (policy.allow_loopback and host == "localhost"):
-            return x509.DNSName(host)
+            return name
     else:
         networks = [*(LOOPBACK if policy.allow_loopback else ()), *(rule.network for rule in policy.rules)]
-        if any(network is not None and address in network for network in networks):
-            return x509.IPAddress(address)
+        if any(network is not None and name.value in network for network in networks):
+            return name
     raise CertificateRefused(
         f"MUSTER_DIRECT_HOSTS does not list {host}; certificates are for names that stand there, and addresses of its networks."
     )

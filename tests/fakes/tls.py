@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -80,3 +81,15 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> by
     shown = ends[0].getpeercert(binary_form=True)
     assert shown is not None
     return shown
+
+
+def list_changed(pem: str) -> list[str]:
+    """Return what a PEM text holds with one bit changed, once for each byte."""
+    kind, text = pem.split("-----")[1:3]
+    kind, der, changed = kind.removeprefix("BEGIN "), bytearray(base64.b64decode(text)), []
+    for at in range(len(der)):
+        der[at] ^= 1
+        body = base64.encodebytes(der).decode()
+        changed.append(f"-----BEGIN {kind}-----\n{body}-----END {kind}-----\n")
+        der[at] ^= 1
+    return changed

@@ -18,12 +18,24 @@ from runner.errors import ConfigError
 from runner.tls import ServerTls
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import assembled
-from tests.fakes.tls import Authority, PrivateKey, make_key
+from tests.fakes.tls import Authority, PrivateKey, list_changed, make_key
 from wire import clock
 from wire.bridge import NodeCertificate
 
 HOST = "gpu1.lan"
 KEY = "the key of this node's owner"
+
+
+async def test_whatever_a_gateway_names_as_its_ca_ends_no_session(tmp_path: Path) -> None:
+    authority = Authority()
+    tls = open_tls(tmp_path)
+    tls.hear_authorities(authority.certificate)
+    await tls.take(NodeCertificate(certificate=authority.certify(read_csr(tls), host=HOST)))
+    held = []
+    for strange in list_changed(authority.certificate):
+        tls.hear_authorities(strange)
+        held.append(tls.is_held)
+    assert set(held) == {True, False}, "those of another key or name have certified nothing"
 
 
 class Hours:
