@@ -404,7 +404,7 @@ async def test_of_a_thousand_nodes_few_are_compared_and_every_free_slot_is_found
     LookedAt.looks = 0
     for _ in range(1000):
         floor.take()
-    assert LookedAt.looks <= 16 * 1000
+    assert LookedAt.looks <= GatewayLimits().placed_among * 1000
     assert [link.active for link in links].count(1) > 900, "idle nodes come before busy ones"
     for _ in range(999):
         floor.take()
@@ -414,6 +414,23 @@ async def test_of_a_thousand_nodes_few_are_compared_and_every_free_slot_is_found
     wait = floor.queue()
     lease.release()
     assert wait.result().link is free
+
+
+async def test_the_nodes_that_hold_a_prompt_are_compared_in_place_of_others() -> None:
+    floor, most = Floor(), GatewayLimits().placed_among
+    for _ in range(1000):
+        floor.registry.add(LookedAt("m", slots=9))
+    body = b'{"model":"m","messages":[{"role":"user","content":"%b"}]}' % (b"said before " * 100)
+    asked = InferenceRequest(endpoint=CHAT, paths=(CHAT,), model="m", body=body, prompt_chars=1200)
+    chosen = set()
+    for _ in range(20):
+        LookedAt.looks = 0
+        lease = floor.dispatcher.acquire(make_job(floor.dispatcher, asked))
+        assert isinstance(lease, Lease)
+        chosen.add(lease.link)
+        assert LookedAt.looks <= most
+        lease.release()
+    assert len(chosen) == 1, "of idle nodes the one that was sent the prompt before is the best"
 
 
 async def test_a_plan_tells_free_from_full_from_closed() -> None:
