@@ -170,7 +170,8 @@ class Model:
     @property
     def is_ready(self) -> bool:
         """Whether it takes requests here: not of a replica that another node serves."""
-        return self.state is ModelState.LOADED and not self.is_reserved
+        cluster = None if self.plan is None else self.plan.cluster
+        return self.state is ModelState.LOADED and (cluster is None or cluster.is_head)
 
     @property
     def is_reserved(self) -> bool:
