@@ -97,7 +97,7 @@ def _measure(records: int) -> int:
     rate = counted / took_s
     print(f"summed up in {took_s:.0f} s: {rate:,.0f} requests a second, longest round {longest_s:.1f} s", flush=True)
     with connection.cursor() as cursor:
-        for table in ("gateway_requestminute", "gateway_requesttenminutes", "gateway_requestday"):
+        for table in ("gateway_requestminute", "gateway_requesttenminutes", "gateway_requesthour", "gateway_requestday"):
             cursor.execute(f"VACUUM (ANALYZE) {table}")  # as autovacuum does
             cursor.execute(f"SELECT count(*), pg_total_relation_size('{table}') FROM {table}")
             rows, size = cursor.fetchone()
@@ -153,7 +153,7 @@ def _explain(statement: str) -> float:
     from django.db import connection
 
     with connection.cursor() as cursor:
-        cursor.execute("EXPLAIN (ANALYZE, FORMAT JSON) " + statement.replace("%", "%%"))
+        cursor.execute("EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) " + statement.replace("%", "%%"))
         found = cursor.fetchone()[0]
     (plan,) = json.loads(found) if isinstance(found, str) else found
     return float(plan["Planning Time"]) + float(plan["Execution Time"])

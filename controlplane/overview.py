@@ -26,7 +26,7 @@ from gateway.services.requests import (
     read_gateways,
     read_open_requests,
 )
-from gateway.services.rollups import Metric, Series, Sums, read_last_round, read_series
+from gateway.services.rollups import Metric, Series, Sums, read_counted_until, read_series
 from governance.operations.approvals import active_policy
 from nodes.operations.load import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
@@ -78,8 +78,8 @@ class SlowFacts:
     keys: tuple[ExpiringKey, ...] = ()
     unreadable: int | None = 0
     """Messages in Valkey that workers could not read; None = Valkey does not answer."""
-    summed_at: datetime | None = None
-    """When a worker last added requests to the sums of charts; None = none ever did."""
+    counted_until: datetime | None = None
+    """What ended until then is in the charts; None = nothing ever was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def read_slow_facts() -> SlowFacts:
         policy=None if found is None else PolicyFact(found[0].version, datetime.fromtimestamp(found[1].expires_at, UTC)),
         keys=read_expiring_keys(),
         unreadable=read_unreadable(),
-        summed_at=read_last_round(),
+        counted_until=read_counted_until(),
     )
 
 
@@ -248,10 +248,10 @@ def _find_failures(facts: Facts) -> Iterable[Problem]:
 
 
 def _find_stale_sums(facts: Facts) -> Iterable[Problem]:
-    at = facts.slow.summed_at
-    if at is not None and facts.now - at > timedelta(seconds=limits().console.problem_sums_s):
-        advice = "What ended since then is in no chart yet. See whether the worker runs: nothing of it is lost."
-        yield Problem("Charts stand still.", advice, since=at)
+    until = facts.slow.counted_until
+    if until is not None and facts.now - until > timedelta(seconds=limits().console.problem_sums_s):
+        advice = "What ended since then is in no chart yet, and not lost. The worker catches up; see whether it runs."
+        yield Problem("Charts are behind.", advice, since=until)
 
 
 def _find_lost_nodes(facts: Facts) -> Iterable[Problem]:

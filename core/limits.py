@@ -678,6 +678,7 @@ class GatewayLimits:
     rollup_forgotten: int = bound(10_000, "rows", "One round deletes no more old sums of a table.")
     rollup_minutes_days: int = bound(2, "days", "Older sums of minutes are deleted.")
     rollup_tens_days: int = bound(30, "days", "Older sums of ten minutes are deleted.")
+    rollup_hours_days: int = bound(30, "days", "Older sums of hours are deleted.")
     rollup_days: int = bound(
         3_650, "days", "Older sums of days are deleted.", setting="MUSTER_CHART_RETENTION_DAYS", minimum=31
     )

@@ -413,5 +413,9 @@ class RequestTenMinutes(RequestSums):
     """Requests that ended within ten minutes."""
 
 
+class RequestHour(RequestSums):
+    """Requests that ended within an hour."""
+
+
 class RequestDay(RequestSums):
     """Requests that ended within a UTC day."""

@@ -1,4 +1,4 @@
-"""Sums of requests for charts: of minutes, of ten minutes and of days, written from usage events and never from a page.
+"""Sums of requests for charts: of minutes, ten minutes, hours and days, written from usage events and never from a page.
 
 Events are counted in the order of their transactions, as webhooks get them, and a batch and how far it came are one
 transaction: each event is counted once, whoever is killed, and none that was committed late is passed over. A request counts in
@@ -16,7 +16,7 @@ from enum import StrEnum
 from django.db import connection, transaction
 
 from core.limits import limits
-from gateway.models import RequestDay, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery
+from gateway.models import RequestDay, RequestHour, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery
 from gateway.services.usage import find_horizon
 from gateway.values import Dimension
 from nodes.services.figures import read_bucket
@@ -28,7 +28,7 @@ _MARK = 0
 """Of ``UsageDelivery``: how far the events are counted."""
 _ORIGIN = datetime(2000, 1, 1, tzinfo=UTC)
 """Steps are counted from it, so that those of whole hours begin with a UTC day."""
-_MINUTE, _TEN_MINUTES, _DAY = timedelta(minutes=1), timedelta(minutes=10), timedelta(days=1)
+_MINUTE, _HOUR, _DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 _COUNTS = ("served", "refused", "failed", "cancelled", "prompt_tokens", "completion_tokens", "cost_micros")
 
 
@@ -47,12 +47,13 @@ class Metric(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A table: what a row of it stands for, how long it is kept, and what it has rows of."""
+    """A table: what a row of it stands for, how long it is kept, what it has rows of, and which of them have sketches."""
 
     model: type[RequestSums]
     step: timedelta
     kept: timedelta
     dimensions: tuple[Dimension, ...]
+    sketched: tuple[Dimension, ...]
 
     @property
     def table(self) -> str:
@@ -62,9 +63,11 @@ class _Level:
 def _list_levels() -> tuple[_Level, ...]:
     policy, few = limits().gateway, (Dimension.ALL, Dimension.MODEL, Dimension.NODE, Dimension.TENANT)
     return (
-        _Level(RequestMinute, _MINUTE, timedelta(days=policy.rollup_minutes_days), few),
-        _Level(RequestTenMinutes, _TEN_MINUTES, timedelta(days=policy.rollup_tens_days), few),
-        _Level(RequestDay, _DAY, timedelta(days=policy.rollup_days), tuple(Dimension)),
+        _Level(RequestMinute, _MINUTE, timedelta(days=policy.rollup_minutes_days), few, few),
+        _Level(RequestTenMinutes, 10 * _MINUTE, timedelta(days=policy.rollup_tens_days), few, few),
+        _Level(RequestHour, _HOUR, timedelta(days=policy.rollup_hours_days), few, few),
+        # A month of 1,000 nodes is read to find the first of them: their rows are small.
+        _Level(RequestDay, _DAY, timedelta(days=policy.rollup_days), tuple(Dimension), (few[0], few[1], few[3])),
     )
 
 
@@ -119,7 +122,7 @@ SELECT at, dimension, name, {_each("count(*) FILTER (WHERE outcome = '?') AS ?",
 ), buckets AS MATERIALIZED (
 SELECT at, dimension, name, v.metric, v.bucket, count(*) AS n
   FROM named AS b CROSS JOIN LATERAL (VALUES {_each("('?', b.?)", Metric)}) AS v (metric, bucket)
- WHERE v.bucket IS NOT NULL GROUP BY at, dimension, name, v.metric, v.bucket
+ WHERE v.bucket IS NOT NULL AND dimension = ANY(%(sketched)s) GROUP BY at, dimension, name, v.metric, v.bucket
 )
 """  # noqa: S608  # constants
 # Sums and buckets are grouped together, not joined: nobody knows how many there are when it is planned.
@@ -134,7 +137,7 @@ SELECT dimension, at, name, {_each("sum(?)::bigint", _COUNTS)},
          UNION ALL
         SELECT date_bin(%({{table}}_step)s, at, %(origin)s) AS at, dimension, name, {_each("0", _COUNTS)},
                metric, bucket, sum(n)::bigint
-          FROM buckets WHERE at >= %({{table}}_oldest)s AND dimension = ANY(%({{table}}_of)s)
+          FROM buckets WHERE at >= %({{table}}_oldest)s AND dimension = ANY(%({{table}}_sketched)s)
          GROUP BY 1, 2, 3, metric, bucket) AS found
  GROUP BY at, dimension, name
     ON CONFLICT (dimension, at, name) DO UPDATE SET
@@ -142,7 +145,7 @@ SELECT dimension, at, name, {_each("sum(?)::bigint", _COUNTS)},
 )
 """  # noqa: S608  # constants
 _LAST = """
-SELECT (SELECT count(*) FROM batch), written_in::text, seq FROM batch ORDER BY written_in DESC, seq DESC LIMIT 1
+SELECT (SELECT count(*) FROM batch), written_in::text, seq, at FROM batch ORDER BY written_in DESC, seq DESC LIMIT 1
 """
 _OPEN = f"""
 WITH found AS MATERIALIZED (
@@ -205,12 +208,14 @@ def _roll_up_batch(*, is_first: bool) -> int:
         "least": scale.figures_smallest,
         "scale": scale.figures_step,
         "last": scale.figures_buckets,
+        "sketched": [one.value for one in levels[0].sketched],
     }
     for level in levels:
         values[f"{level.table}_step"], values[f"{level.table}_of"] = (
             _print_step(level.step),
             [one.value for one in level.dimensions],
         )
+        values[f"{level.table}_sketched"] = [one.value for one in level.sketched]
         values[f"{level.table}_oldest"] = _align(now - level.kept, level.step)
     with connection.cursor() as cursor:
         if is_first:
@@ -223,10 +228,11 @@ def _roll_up_batch(*, is_first: bool) -> int:
         cursor.execute("SELECT set_config('work_mem', %s, true)", [f"{limits().gateway.rollup_memory_mb}MB"])
         cursor.execute(_BATCH + "".join(_LEVEL.format(table=level.table) for level in levels) + _LAST, values)
         found = cursor.fetchone()
-    count = 0
+    count, mark.due_at = 0, now
     if found is not None:
         count, mark.written_in, mark.seq = found[0], int(found[1]), found[2]
-    mark.due_at = now
+        if count == limits().gateway.rollup_batch:  # there may be more
+            mark.due_at = min(now, found[3])
     mark.save(update_fields=["written_in", "seq", "due_at"])
     return count
 
@@ -242,8 +248,8 @@ def _align(moment: datetime, step: timedelta) -> datetime:
 # Reading
 
 
-def read_last_round() -> datetime | None:
-    """Return when a worker last looked for events to count; None before the first time."""
+def read_counted_until() -> datetime | None:
+    """Return until when everything that ended is counted; None before the first time."""
     return UsageDelivery.objects.filter(pk=_MARK).values_list("due_at", flat=True).first()
 
 
@@ -313,10 +319,11 @@ _SERIES_OF = f"""
 WITH rows AS MATERIALIZED ({_ROWS}),
 sums AS (
 SELECT coalesce(slot, %(origin)s) AS slot, {_SUMS} FROM rows AS r GROUP BY GROUPING SETS ((r.slot), ())
+), each AS (
+SELECT slot, v & 1023 AS bucket, sum((v >> 10)::float8) AS n FROM rows CROSS JOIN LATERAL unnest(rows.{{metric}}) AS v
+ GROUP BY slot, v & 1023
 ), buckets AS (
-SELECT coalesce(slot, %(origin)s) AS slot, bucket, sum(n) AS n
-  FROM (SELECT slot, v & 1023 AS bucket, v >> 10 AS n FROM rows CROSS JOIN LATERAL unnest(rows.{{metric}}) AS v) AS r
- GROUP BY GROUPING SETS ((r.slot, bucket), (bucket))
+SELECT slot, bucket, n FROM each UNION ALL SELECT %(origin)s, bucket, sum(n) FROM each GROUP BY bucket
 ), ranked AS (
 SELECT slot, bucket, sum(n) OVER (PARTITION BY slot ORDER BY bucket) AS below, sum(n) OVER (PARTITION BY slot) AS n FROM buckets
 ), quantiles AS (
@@ -376,15 +383,8 @@ def _read_sums(*row: int | None) -> Sums:
 
 
 def _choose_steps(span: timedelta, dimension: Dimension) -> tuple[_Level, timedelta]:
-    minutes, tens, days = _list_levels()
-    steps = (
-        (minutes, 1 * _MINUTE),
-        (minutes, 2 * _MINUTE),
-        (tens, _TEN_MINUTES),
-        (tens, 6 * _TEN_MINUTES),
-        (tens, 24 * _TEN_MINUTES),
-    )
-    for level, step in steps:
+    minutes, tens, hours, days = _list_levels()
+    for level, step in ((minutes, _MINUTE), (minutes, 2 * _MINUTE), (tens, 10 * _MINUTE), (hours, _HOUR), (hours, 4 * _HOUR)):
         if span <= step * limits().gateway.chart_points and span <= level.kept and dimension in level.dimensions:
             return level, step
     return days, _DAY
@@ -392,8 +392,8 @@ def _choose_steps(span: timedelta, dimension: Dimension) -> tuple[_Level, timede
 
 def _choose_table(span: timedelta, dimension: Dimension) -> _Level:
     """Return the table with the fewest rows that is still fine enough: every name has one for each step."""
-    minutes, tens, days = _list_levels()
-    for level, longest in ((minutes, 30 * _MINUTE), (tens, 2 * _DAY)):
+    minutes, tens, hours, days = _list_levels()
+    for level, longest in ((minutes, _HOUR / 2), (tens, 6 * _HOUR), (hours, 2 * _DAY)):
         if span <= longest and dimension in level.dimensions:
             return level
     return days

@@ -37,7 +37,7 @@ LIMITS = ("conformance/exchange.py", "core/limits.py", "runner/limits.py", "wire
 NUMBERS: dict[str, str] = {
     # Drawing and printing.
     "controlplane/overview.py": "WIDTH HEIGHT GAP _HOUR",
-    "gateway/services/rollups.py": "_MARK _MINUTE _TEN_MINUTES _DAY",
+    "gateway/services/rollups.py": "_MARK _MINUTE _HOUR _DAY",
     "controlplane/playground/snippets.py": "WIDTH",
     # Settings that Django and Celery read by their name.
     "controlplane/settings.py": "SESSION_COOKIE_AGE CELERY_TASK_TIME_LIMIT CELERY_WORKER_ETA_TASK_LIMIT "

@@ -25,7 +25,7 @@ from controlplane.api_errors import permission_denied, server_error
 from controlplane.overview import count_live, read_overview, read_slow_facts
 from core.admin_pages import CreatingAdmin, ShowingAdmin
 from core.models import User
-from gateway.models import ApiKey, GatewayProcess, UsageDelivery, UsageEvent
+from gateway.models import ApiKey, GatewayProcess, UsageEvent
 from gateway.routing import Target
 from gateway.services.models import allow_model, create_alias
 from gateway.services.requests import read_gateways
@@ -96,13 +96,17 @@ def test_the_chart_shows_the_requests_of_the_range_that_was_asked_for(boss: Clie
 
 
 @pytest.mark.django_db(transaction=True)
-def test_charts_that_stand_still_are_a_problem() -> None:
+def test_charts_that_are_behind_are_a_problem() -> None:
     set_limits(console={"problem_sums_s": 60.0})
-    assert "Charts stand still." not in {problem.what for problem in read_overview().problems}
+    assert "Charts are behind." not in {problem.what for problem in read_overview().problems}
     roll_up_requests()
-    assert "Charts stand still." not in {problem.what for problem in read_overview().problems}
-    UsageDelivery.objects.update(due_at=timezone.now() - timedelta(seconds=61))
-    assert "Charts stand still." in {problem.what for problem in read_overview().problems}
+    assert "Charts are behind." not in {problem.what for problem in read_overview().problems}
+    set_limits(console={"problem_sums_s": 60.0}, gateway={"rollup_batch": 2, "rollup_budget_s": 0.0})
+    UsageEvent.objects.bulk_create([make_event(ago_s=age) for age in (300, 200, 100)])
+    roll_up_requests()
+    assert "Charts are behind." in {problem.what for problem in read_overview().problems}
+    roll_up_requests()
+    assert "Charts are behind." not in {problem.what for problem in read_overview().problems}
 
 
 def test_a_gateway_that_died_counts_until_another_one_took_its_place() -> None:
