@@ -213,7 +213,7 @@ class Simulation:
         self.valkey, self.terms = MemoryValkey(takes_s=0.001), MemoryTerms()
         self._cuts: dict[Gateway, CutValkey] = {}
         self._served: dict[Gateway, Counter[str]] = {}
-        self._granted: dict[tuple[Gateway, str], tuple[int, float, float]] = {}
+        self._granted: dict[Gateway, dict[str, tuple[int, float, float]]] = {}
         """The number of a tenant's last grant, and since when it waits for another one, and is the next to get one."""
         self._asked: list[tuple[asyncio.Task[None], MemoryClient, bool]] = []
         self._until = 0.0
@@ -243,7 +243,7 @@ class Simulation:
             self.gateways.append(gateway)
             self.databases.append(database)
             self._cuts[gateway] = CutValkey(self.valkey)
-            self._served[gateway] = Counter()
+            self._served[gateway], self._granted[gateway] = Counter(), {}
             gateway.pipeline.budgets = Budgets(
                 gateway_id=gateway.gateway_id, valkey=self._cuts[gateway], spending=self, terms=self.terms,
                 in_thread=call_at_once, find_others=partial(self._find_others, gateway), currency="EUR",
@@ -323,6 +323,9 @@ class Simulation:
             await takes(1.0)
             for gateway in self.gateways:
                 queue = gateway.dispatcher._queue
+                if not queue.lines:
+                    self._granted[gateway].clear()
+                    continue
                 waiting = [tenant for tenant in self.callers if queue.count_tenant(tenant)]
                 self._look_for_starvation(gateway, waiting)
                 if len(waiting) == len(self.callers):
@@ -343,13 +346,14 @@ class Simulation:
         least = min(scores.values(), default=0.0)
         for tenant in self.callers:
             last = accounts[tenant].last_granted if tenant in accounts else 0
-            number, since, owed = self._granted.get((gateway, tenant), (last, now, now))
+            number, since, owed = self._granted[gateway].get(tenant, (last, now, now))
             if tenant not in waiting or number != last:
                 since = owed = now
             if scores.get(tenant, least) > least:
                 owed = now
-            self._granted[gateway, tenant] = last, since, owed
-            self.report.waited[tenant] = max(self.report.waited[tenant], int(now - since))
+            self._granted[gateway][tenant] = last, since, owed
+            if now - since >= 1:
+                self.report.waited[tenant] = max(self.report.waited[tenant], int(now - since))
             if self.is_one_line and now - owed > self.limits.starvation_s and newest > last + len(self.callers):
                 self._complain(f"{tenant} is next for {now - owed:.0f} s and was granted nothing, while others were")
 
