@@ -24,6 +24,7 @@ from nodes.states import CONTINUATIONS
 from tests.fakes.chat_engine import CONTEXT, MESSAGES, RESPONSES, cut, open_answer, read_said, say_request
 from tests.fakes.examples import examples
 from wire.bridge import TokenCounts
+from wire.limits import WIRE
 from wire.tidy import ChatTidier
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(' \n\t\u00a0\u2028 \n\\"😀é'), max_size=40)
@@ -245,6 +246,61 @@ def test_a_tool_may_be_called_once_the_text_has_been_gone_on_with() -> None:
     assert continuation.ineligibility
 
 
+def test_the_next_node_may_say_what_is_left_of_the_tokens_and_one_at_least() -> None:
+    """White space at the end is asked for again, so it counts as left; a node that is asked for no token refuses."""
+    for most, left in ((10, 9), (2, 1), (1, 1)):
+        continuation = Continuation(CHAT_PATH, CHAT_BODY[:-1] + b',"max_tokens":%d}' % most, max_bytes=100)
+        feed(continuation, {"content": "Hello"}, {"content": " "}, {"content": "\n"})
+        assert json.loads(continuation.ask_next().body)["max_tokens"] == left
+
+
+def test_an_answer_whose_tokens_are_all_there_is_closed_and_one_that_lacks_some_is_not() -> None:
+    for most, is_closed in ((2, True), (3, False)):
+        continuation = Continuation(CHAT_PATH, CHAT_BODY[:-1] + b',"max_tokens":%d}' % most, max_bytes=100)
+        feed(continuation, {"content": "Hel"}, {"content": "lo"})
+        assert (b'"length"' in continuation.close()) == is_closed
+
+
+def test_what_is_kept_is_bounded_in_bytes() -> None:
+    continuation = Continuation(CHAT_PATH, CHAT_BODY, max_bytes=3)
+    feed(continuation, {"content": "éé"})
+    assert "too long" in continuation.ineligibility
+
+
+def test_the_first_reason_stays_and_white_space_alone_is_no_text() -> None:
+    continuation = Continuation(CHAT_PATH, CHAT_BODY, max_bytes=3)
+    feed(continuation, {"content": "Hello"}, {"tool_calls": [{"index": 0}]})
+    assert "too long" in continuation.ineligibility
+    blank = Continuation(CHAT_PATH, CHAT_BODY, max_bytes=100)
+    feed(blank, {"content": " \n"})
+    assert blank.next_paths == (CHAT_PATH,)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"index": 1, "delta": {"content": "Hi"}}, "more than text"),
+        ({"index": 0, "delta": {}, "finish_reason": "error"}, "reported an error"),
+    ],
+)
+def test_a_second_answer_and_an_end_that_is_a_failure_go_on_nowhere(choice: dict[str, object], reason: str) -> None:
+    continuation = Continuation(CHAT_PATH, CHAT_BODY, max_bytes=100)
+    continuation.feed(b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n")
+    assert reason in continuation.ineligibility
+
+
+def test_an_event_too_large_to_be_read_passes_of_the_first_node_and_ends_that_of_the_next() -> None:
+    piece = b"data: " + b"x" * (WIRE.event_held_bytes + 1)
+    first = Continuation(CHAT_PATH, CHAT_BODY, max_bytes=100)
+    assert first.feed(piece) == piece
+    assert "too large" in first.ineligibility
+    following = Continuation(CHAT_PATH, CHAT_BODY, max_bytes=100)
+    feed(following, {"content": "Hello"})
+    following.ask_next()
+    assert following.feed(piece) == b""
+    assert following.failure is not None
+
+
 def test_an_answer_of_which_no_text_came_is_asked_for_anew_of_any_node() -> None:
     continuation = Continuation(CHAT_PATH, CHAT_BODY, max_bytes=100)
     feed(continuation, {"role": "assistant", "content": None}, {"content": "\n"})
@@ -258,6 +314,8 @@ def test_usage_is_never_below_zero_and_cached_tokens_never_exceed_the_prompt() -
     continuation.ask_next()
     odd = {"prompt_tokens": 2, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
     said = continuation.feed(b'data: {"choices":[],"usage":' + json.dumps(odd).encode() + b"}\n\n")
+    counts = TokenCounts(prompt_tokens=2, completion_tokens=1, total_tokens=3, cached_tokens=2)
+    assert continuation.count(counts) == TokenCounts(prompt_tokens=0, completion_tokens=3, total_tokens=3, cached_tokens=0)
     usage = json.loads(said[6:])["usage"]
     assert usage == {
         "prompt_tokens": 0, "completion_tokens": 3, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0},
