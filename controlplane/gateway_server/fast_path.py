@@ -105,8 +105,8 @@ class FastPath:
             reservation = None
             if caller.budgets and pipeline.budgets is not None:
                 reservation = pipeline.draft_reservation(pipeline.budgets, caller, request, (plan.entry,))
-            if reservation is not None and reservation.find_lacking(now):  # the pipeline asks for more, or says no
-                return False
+                if pipeline.budgets.must_ask(reservation, now):  # the pipeline does, or says no
+                    return False
             rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute, now)
         except GatewayError:
             return False

@@ -401,6 +401,10 @@ class Budgets:
         ]
         return Reservation(tokens, micros, prices, wanted)
 
+    def must_ask(self, reservation: Reservation, now: float) -> bool:
+        """Whether a dealer is asked before it is booked: something is lacking, or the shares may belong to others by now."""
+        return now > self._good_until or bool(reservation.find_lacking(now))
+
     async def reserve(self, reservation: Reservation) -> None:
         """Book a reservation: of every budget or of none.
 

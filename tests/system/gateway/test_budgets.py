@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from controlplane.launcher.valkey import Valkey as ValkeyServer
+from core.limits import limits
 from gateway.errors import BudgetExhausted, BudgetUnknown
 from gateway.request import budgets as budgets_module
 from gateway.request.budgets import Budgets, Reservation, Valkey
@@ -37,6 +38,7 @@ from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import REPLY, SSE, Make, Rows, chunk, give_budget, make_record
 from tests.fakes.servers import RunningServer
 from tests.fakes.waiting import eventually
+from wire import clock
 from wire.contract import RequestState
 
 T = TypeVar("T")
@@ -328,7 +330,9 @@ async def test_a_gateway_that_stood_still_asks_before_it_uses_what_it_held(serve
     async with crowd_of(server, 2) as (crowd, (one, other)):
         await reserve(one, caller, 500)
         await asyncio.sleep(SOON_S)
-        assert one.draft(caller, prompt_tokens=0, completion_tokens=100, prices={}).find_lacking(0.0) == []
+        draft = one.draft(caller, prompt_tokens=0, completion_tokens=100, prices={})
+        assert not one.must_ask(draft, clock.monotonic())
+        assert one.must_ask(draft, clock.monotonic() + limits().gateway.dead_s), "nor does the fast path use it"
         gateway_id = next(known for known, budgets in crowd.alive.items() if budgets is one)
         crowd.kill(one, 500)
         await eventually(lambda: reserve(other, caller, 450))
