@@ -474,7 +474,7 @@ class RequirementsView(GovernanceView):
         name = clean_model_name(model, param="model")
         return _tell_fits(change_model_requirements(name=name, document=document, actor=_actor(request)).name)
 
-    @extend_schema(operation_id="delete_requirements", responses={200: CompatibilitySerializer, **_errors(401, 404)})
+    @extend_schema(operation_id="delete_requirements", responses={200: CompatibilitySerializer, **_errors(400, 401, 404)})
     def delete(self, request: Request, model: str) -> Response:
         """Drop the document of a model: what nodes measured counts from then on."""
         name = clean_model_name(model, param="model")

@@ -42,7 +42,7 @@ error_400_context    400 in the words of llama.cpp for a prompt that does not fi
 error_404            As error_400; so for the three below.
 error_429            With Retry-After: 7.
 error_500
-error_503            With Retry-After: 7.
+error_503            With Retry-After: 1, for a gateway may let all others wait so long.
 html_error           502 with a page of HTML.
 detail_error         422 with ``{"detail": [...]}``, as FastAPI says it.
 text_error           400 with ``{"error": "words"}``.
@@ -276,7 +276,7 @@ def find_failure(script: Script) -> Failure | None:
         return Failure(400, json.dumps(foreign).encode())
     for status in (400, 404, 429, 500, 503):
         if f"error_{status}" in script:
-            headers = {"retry-after": "7"} if status in {429, 503} else {}
+            headers = {429: {"retry-after": "7"}, 503: {"retry-after": "1"}}.get(status, {})
             return Failure(status, _openai(REASON, status), headers=headers)
     if "html_error" in script:
         page = f"<html><head><title>502 Bad Gateway</title></head><body><h1>{REASON}</h1></body></html>"

@@ -143,6 +143,7 @@ async def valkey_is(stack: Stack, state: str) -> AsyncIterator[None]:
         yield
         return
     if state == "standing still":
+        await eventually(lambda: stack.find_part(*VALKEY), "the one that was killed before is back")
         with standing_still(stack.part(*VALKEY)):
             yield
         return
