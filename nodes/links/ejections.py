@@ -164,6 +164,10 @@ class Ejections:
         self._held: dict[Key, Ejection] = {}
         self._standings: dict[Key, Standing] = {}
         self._connects: dict[uuid.UUID, deque[float]] = {}
+        self._changes = 0
+        """How often something changed of what nodes are compared with."""
+        self._floors: dict[tuple[str, int], tuple[float, int]] = {}
+        """What a measure of a model's nodes is typically not below, and up to how many changes that is certain."""
         self.on_eject: Callable[[Ejection], None] = lambda _ejection: None
 
     def __iter__(self) -> Iterator[Ejection]:
@@ -177,6 +181,10 @@ class Ejections:
     def list_marks(self) -> list[tuple[object, ...]]:
         """Return a value that changes whenever there is something new to write of the ejections."""
         return [(one.node_id, one.model, one.fault, one.until, one.is_only_told) for one in self]
+
+    def note_change(self) -> None:
+        """Take that a link came to a model or left it."""
+        self._changes += 1
 
     # placing
 
@@ -275,6 +283,7 @@ class Ejections:
     def _standing(self, link: Link, model: str) -> Standing:
         # The link keeps it at hand: hashing a UUID costs more than judging.
         standing = link.standings[model] = self._standings.setdefault((link.node_id, model), Standing())
+        self._changes += 1
         return standing
 
     def _bars(self, link: Link, model: str, now: float) -> bool:
@@ -288,15 +297,11 @@ class Ejections:
             waited_s = now - trial.began
             if is_whole:
                 self._learn(standing, _WHOLE, waited_s)
-            return waited_s > self._limits.ejection_slow_s and waited_s > self._limits.ejection_slow_factor * self._typical(
-                trial, _WHOLE
-            )
+            return waited_s > self._limits.ejection_slow_s and self._is_slow(trial, _WHOLE, waited_s)
         waited_s = (now if first is None else first) - trial.began
         if is_whole:
             self._learn(standing, _FIRST_BYTE, waited_s)
-        if waited_s > self._limits.ejection_slow_s and waited_s > self._limits.ejection_slow_factor * self._typical(
-            trial, _FIRST_BYTE
-        ):
+        if waited_s > self._limits.ejection_slow_s and self._is_slow(trial, _FIRST_BYTE, waited_s):
             return True
         if first is None or not received or answer.was_blocked:
             return False
@@ -307,17 +312,33 @@ class Ejections:
         return (
             pace > self._limits.ejection_slow_s_per_byte
             and streamed_s > self._limits.ejection_slow_s
-            and pace > self._limits.ejection_slow_factor * self._typical(trial, _PACE)
+            and self._is_slow(trial, _PACE, pace)
         )
 
-    def _typical(self, trial: Trial, measure: int) -> float:
-        others = self._others(trial.link.node_id, trial.model)
-        known = [one.means[measure] for one in others if one.counts[measure] >= self._limits.ejection_faults]
-        return median(known) if known else math.inf
+    def _is_slow(self, trial: Trial, measure: int, value: float) -> bool:
+        """Return whether a value is many times the median of the other nodes.
 
-    def _others(self, node_id: uuid.UUID, model: str) -> list[Standing]:
-        links = [link for link in self._links_for(model) if link.node_id != node_id and (link.node_id, model) not in self._held]
-        return [link.standings[model] for link in links if model in link.standings]
+        Of many nodes it is compared with a lower value first: each change moves the median past one node at most, so one that
+        is far below it now stays below for some changes. Only what is slow beside that one is compared with all nodes.
+        """
+        factor, floor = self._limits.ejection_slow_factor, self._floors.get((trial.model, measure))
+        if floor is not None and self._changes <= floor[1] and value <= factor * floor[0]:
+            return False
+        enough = self._limits.ejection_faults
+        others = self._others(trial.standing, trial.model)
+        known = sorted([one.means[measure] for one in others if one.counts[measure] >= enough])
+        if not known:
+            return False
+        if spare := len(known) // 4:  # one of them is for whoever asks next: this node is among its others, and it is not
+            self._floors[trial.model, measure] = known[(len(known) - 1) // 2 - spare], self._changes + spare - 1
+        return value > factor * median(known)
+
+    def _others(self, own: Standing, model: str) -> list[Standing]:
+        links = self._links_for(model)
+        if held := {node_id for node_id, held_model in self._held if held_model == model}:
+            links = [link for link in links if link.node_id not in held]
+        standings = [link.standings.get(model) for link in links]
+        return [one for one in standings if one is not None and one is not own]
 
     def _take(self, trial: Trial, standing: Standing, fault: Fault | None, now: float) -> None:
         assert trial.caller is not None
@@ -347,7 +368,7 @@ class Ejections:
         if faults < self._limits.ejection_faults or 2 * faults < len(recent):
             return False
         met = []
-        for other in self._others(*key):
+        for other in self._others(standing, key[1]):
             answers = [
                 fault
                 for at, caller, fault in other.outcomes
@@ -382,6 +403,7 @@ class Ejections:
         is_news = now - standing.told_at > self._limits.ejection_forget_s or (before is not None and before.is_news)
         since = before.since if before is not None and before.fault is fault else now
         self._held[key] = Ejection(*key, fault, since, until, is_news=is_news)
+        self._changes += 1
         if is_news:
             standing.told_at = now
         self.on_eject(self._held[key])
@@ -392,6 +414,7 @@ class Ejections:
         standing = self._standings.setdefault(key, Standing())
         standing.back_at = standing.heard_at = now
         standing.counts = [0, 0, 0]
+        self._changes += 1
 
     def _keep_half(self) -> None:
         # When healthy nodes leave, those that are ejected are tried sooner than was meant.
@@ -406,7 +429,7 @@ class Ejections:
         idle = [
             key
             for key, standing in self._standings.items()
-            if not standing.open and key not in self._held and now - standing.heard_at > self._limits.ejection_forget_s
+            if now - standing.heard_at > self._limits.ejection_forget_s and not standing.open and key not in self._held
         ]
         for key in idle:
             del self._standings[key]
@@ -414,6 +437,7 @@ class Ejections:
             node_id for node_id, connects in self._connects.items() if now - connects[-1] > self._limits.ejection_links_s
         ]:
             del self._connects[node_id]
+        self._floors = {key: floor for key, floor in self._floors.items() if self._changes <= floor[1]}
 
     def _learn(self, standing: Standing, measure: int, value: float) -> None:
         means, counts = standing.means, standing.counts
@@ -421,3 +445,4 @@ class Ejections:
             means[measure] + self._limits.ejection_mean_weight * (value - means[measure]) if counts[measure] else value
         )
         counts[measure] += 1
+        self._changes += 1

@@ -123,11 +123,13 @@ class LinkRegistry:
 
     def _index(self, link: Link) -> None:
         self._answering.clear()
+        self.ejections.note_change()
         for model in link.models - link.excluded:
             self._by_model.setdefault(model, []).append(link)
 
     def _unindex(self, link: Link) -> None:
         self._answering.clear()
+        self.ejections.note_change()
         for model in link.models:
             peers = self._by_model.get(model)
             if peers is not None and link in peers:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from core.limits import limits
 from gateway.request.placement import choose_link
-from nodes.links import LinkRegistry
+from nodes.links import Link, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Fault, Trial, Verdict
 from tests.fakes.clock import VirtualClock, install_virtual_clock
 from tests.fakes.examples import examples
@@ -351,3 +354,114 @@ def test_wherever_the_bad_node_stands_it_loses_its_share_and_gets_it_back_once_i
     fleet.now += limits().nodes.ejection_max_s
     fleet.serve_many(40, every_s=1.0)
     assert fleet.serve_many(100)[fleet.nodes[bad]] == 20
+
+
+class LookedAt(LinkRegistry):
+    """Counts how often all links of a model are asked for."""
+
+    looks = 0
+
+    def links_for(self, model: str) -> Sequence[Link]:
+        self.looks += 1
+        return super().links_for(model)
+
+
+class Crowd:
+    """Many nodes of ``m`` whose answers all take longer than what is never slow."""
+
+    def __init__(self, nodes: int, draw: random.Random) -> None:
+        self.registry, self.now, self.told, self._draw = LookedAt(), 0.0, list[Ejection](), draw
+        self.ejections = self.registry.ejections
+        self.ejections.on_eject = self.told.append
+        self.usual_s: dict[FakeLink, float] = {}
+        for _ in range(nodes):
+            self.join()
+
+    def join(self) -> None:
+        link = FakeLink("m")
+        link.last_seen = math.inf
+        self.registry.add(link)
+        self.usual_s[link] = self._draw.choice((1.1, 9.0))
+
+    def leave(self, link: FakeLink) -> None:
+        self.registry.remove(link)
+        del self.usual_s[link]
+
+    def answer(self, link: FakeLink, waited_s: float, *, is_streaming: bool) -> bool:
+        """Have a node answer; return whether it was judged slow."""
+        began, streamed_s = self.now, 2 * waited_s
+        self.now += waited_s + (streamed_s if is_streaming else 0)
+        heard = Heard(began + waited_s, 1000) if is_streaming else Heard()
+        trial = self.ejections.begin(link, "m", caller=CALLER, is_streaming=is_streaming, answer=heard, now=began)
+        count = len(self.told)
+        self.ejections.end(trial, Verdict.GOOD, self.now)
+        return len(self.told) > count or link.standings["m"].outcomes[-1][2] is Fault.SLOW
+
+    def is_slow(self, link: FakeLink, waited_s: float, *, is_streaming: bool) -> bool:
+        """Return what the plain rule says: many times the median of what all others take that are not ejected."""
+        bounds, held = limits().nodes, {one.node_id for one in self.ejections}
+        others = [
+            one.standings["m"] for one in self.usual_s if one is not link and "m" in one.standings and one.node_id not in held
+        ]
+        measures = {0: waited_s, 2: 2 * waited_s / 1000} if is_streaming else {1: waited_s}
+        for measure, value in measures.items():
+            known = [one.means[measure] for one in others if one.counts[measure] >= bounds.ejection_faults]
+            if known and value > bounds.ejection_slow_factor * median(known):
+                return True
+        return False
+
+
+@examples(10)
+@given(seed=st.integers(0, 10_000))
+def test_of_many_nodes_exactly_those_are_slow_that_are_so_beside_the_median_of_all_others(seed: int) -> None:
+    draw = random.Random(seed)
+    crowd, found = Crowd(24, draw), Counter[bool]()
+    for _ in range(1500):
+        link = draw.choice(list(crowd.usual_s))
+        match draw.random():
+            case chance if chance < 0.02:
+                crowd.leave(link)
+                crowd.join()
+            case chance if chance < 0.06:
+                crowd.ejections.note_canary(link, "m", is_right=draw.random() < 0.7, until=math.inf, now=crowd.now)
+            case chance if chance < 0.1:
+                crowd.usual_s[link] = draw.choice((1.1, 9.0))
+            case _:
+                waited_s = crowd.usual_s[link] * draw.choice((1.0, 1.0, 1.0, 1.0, 7.0, 9.0))
+                is_streaming = draw.random() < 0.5
+                expected = crowd.is_slow(link, waited_s, is_streaming=is_streaming)
+                assert crowd.answer(link, waited_s, is_streaming=is_streaming) is expected
+                found[expected] += 1
+    assert found[True]
+    assert found[False]
+
+
+@pytest.mark.parametrize("change", ["leave", "are ejected", "become quick"])
+def test_a_node_is_slow_at_once_when_those_that_were_as_slow(change: str) -> None:
+    crowd = Crowd(40, random.Random(1))
+    quick, slow = list(crowd.usual_s)[:8], list(crowd.usual_s)[8:]
+    for link in [*quick, *slow] * 6:
+        crowd.answer(link, 1.1 if link in quick else 9.0, is_streaming=False)
+    last, crowd.registry.looks = slow.pop(), 0
+    while not crowd.registry.looks:  # until it is compared with all of them
+        assert not crowd.answer(last, 60.0, is_streaming=False)
+    for link in slow[:25]:
+        if change == "leave":
+            crowd.leave(link)
+        elif change == "are ejected":
+            crowd.ejections.note_canary(link, "m", is_right=False, until=math.inf, now=crowd.now)
+        else:
+            for _ in range(12):
+                crowd.answer(link, 1.1, is_streaming=False)
+    assert crowd.answer(last, 60.0, is_streaming=False)
+
+
+def test_few_answers_of_a_thousand_nodes_are_compared_with_all_of_them() -> None:
+    draw = random.Random(1)
+    crowd = Crowd(1000, draw)
+    for link in list(crowd.usual_s) * 6:
+        crowd.answer(link, 2.0 + draw.random(), is_streaming=False)
+    crowd.registry.looks = 0
+    for _ in range(2000):
+        assert not crowd.answer(draw.choice(list(crowd.usual_s)), 2.0 + draw.random(), is_streaming=False)
+    assert crowd.registry.looks <= 10
