@@ -846,7 +846,7 @@ class GatewayLimits:
     server_pipelined: int = bound(64, "requests", "A connection with more requests that wait for an earlier answer is closed.")
     known_heads: int = bound(1024, "heads", "The server forgets which request heads it has read before it remembers more.")
     known_head_bytes: int = bound(4 * 1024, "bytes", "A longer request head is parsed each time it comes.")
-    known_answer_heads: int = bound(256, "heads", "The server forgets the rendered heads of answers before it remembers more.")
+    known_answer_heads: int = bound(4096, "heads", "The server forgets the rendered heads of answers before it remembers more.")
     server_ahead_bytes: int = bound(64 * 1024, "bytes", "More bytes behind the request that is answered stop the reading.")
     server_fragment_bytes: int = bound(MIB, "bytes", "A longer WebSocket message is sent in fragments of this size.")
     # A client may go on sending for as long as it likes.

@@ -113,10 +113,9 @@ class LinkKeeper:
 
     def list_drains(self) -> list[DrainCount]:
         """Return how many requests run from here on each node that takes nothing new any more."""
-        links = ((row, self.registry.get(row.node_id)) for row in self.rows.values())
         return [
-            DrainCount(row.node_id, row.draining_since, link.active if link is not None else 0)
-            for row, link in links
+            DrainCount(row.node_id, row.draining_since, link.active if (link := self.registry.get(row.node_id)) else 0)
+            for row in self.rows.values()
             if row.draining_since is not None
         ]
 
