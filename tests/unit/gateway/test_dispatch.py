@@ -119,6 +119,19 @@ async def test_waiting_requests_are_served_oldest_first_over_all_models_of_a_box
     assert (box.active, floor.dispatcher.depth, floor.dispatcher.depths()) == (0, 0, {})
 
 
+async def test_every_slot_of_a_node_that_joins_is_taken_and_none_by_who_left_in_that_turn() -> None:
+    floor = Floor()
+    floor.link("m")
+    lease = floor.take()
+    left, *waits = [floor.queue() for _ in range(4)]
+    left.set_exception(errors.ClientLeft())
+    joined = floor.link("m", slots=2)
+    assert ([wait.done() for wait in waits], joined.active) == ([True, True, False], 2)
+    assert isinstance(await fails(left), errors.ClientLeft)
+    lease.release()
+    assert waits[2].done()
+
+
 async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> None:
     floor = Floor()
     floor.link()
