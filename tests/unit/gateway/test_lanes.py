@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -425,6 +426,30 @@ async def test_a_request_that_takes_too_long_is_ended_at_its_deadline() -> None:
         assert stream.cancelled == "timeout"
         assert lane.transport.said.startswith(b"HTTP/1.1 504 ")
         assert [row["state"] for row in lane.database.rows.values()] == ["completed", "failed"]
+    finally:
+        await lane.close()
+
+
+async def test_what_others_may_have_of_a_budget_by_now_is_asked_for_and_not_used() -> None:
+    lane = Lane(is_known=True)
+    budgets, data = lane.gateway.pipeline.budgets, json.dumps(BODIES[0]).encode()
+    assert budgets is not None
+    try:
+        await lane.ask(Ask(GOOD % len(data), data, 1, "answers"))
+        lane.transport.said.clear()
+        lane.node.how, budgets._good_until = "says nothing", -math.inf
+        lane.protocol.data_received((GOOD % len(data)).replace(b"KEY", lane.gateway.key.encode()) + data)
+        await turns(1)
+        assert lane.protocol.fast is None
+        await eventually(lambda: budgets._asked is not None)
+        assert (lane.share.open, lane.node.streams) == (0, [])
+        budgets._good_until = math.inf  # as after a round with the dealer
+        assert budgets._asked is not None
+        budgets._asked.set_result(None)
+        await eventually(lambda: lane.node.streams)
+        lane.node.streams[0].answer(REPLY)
+        await lane.rest()
+        assert lane.transport.said.endswith(REPLY)
     finally:
         await lane.close()
 

@@ -111,7 +111,7 @@ def test_tenants_share_the_time_of_slots_by_their_weights_within_ten_percent(wei
         assert had[tenant] / whole == pytest.approx(weight / all_weights, rel=0.1)
 
 
-def test_who_was_away_saved_up_nothing_and_who_owes_still_does() -> None:
+def test_who_was_away_saved_up_nothing() -> None:
     waiting = queue(Waiter(tenant="busy"))
     for now in range(100):
         one = take(waiting, now)
@@ -127,6 +127,13 @@ def test_who_was_away_saved_up_nothing_and_who_owes_still_does() -> None:
         waiting.end(waiting.begin(one.tenant, 1.0, now), now, now + 1.0)
         order.append(one.tenant)
     assert Counter(order) == {"busy": 3, "new": 3}
+
+
+def test_who_leaves_for_a_moment_comes_back_with_what_it_had() -> None:
+    waiting = queue(Waiter(tenant="patient"))
+    waiting.end(waiting.begin("greedy", 1.0, 0.0), 0.0, 10.0)
+    waiting.add(Waiter(tenant="greedy", due=1.0), 10.0)
+    assert take(waiting, 10.0).tenant == "patient"
 
 
 def test_what_idle_tenants_had_is_forgotten_in_the_end() -> None:
