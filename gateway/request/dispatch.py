@@ -542,6 +542,7 @@ class Dispatcher:
                 some = [link for link in some if link.answers(model, paths[0])]
             if (found := self._pick(some, model, wish, now)) is not None:
                 return found
+            self._start += self._limits.placed_among
         links = self.ejections.choose_from(links, model, now)
         if prefer and (
             liked_one := choose_link([link for link in links if link.is_called(prefer) and link not in avoid], now=now)
@@ -582,7 +583,7 @@ class Dispatcher:
     def _take_some(self, links: Sequence[Link], liked: int) -> Sequence[Link]:
         most = self._limits.placed_among
         start, number = self._start % len(links), max(most // 2, most - liked)
-        self._start = start + number
+        self._start = start + max(1, number // 4)  # what was just looked at is in the processor's cache
         some = links[start : start + number]
         return [*some, *links[: number - len(some)]] if len(some) < number else some
 
