@@ -47,6 +47,7 @@ def make_many(count: int, seed: int) -> list[UsageEvent]:
             status_code=chosen.choice([200, 400, 499, 503, None]), prompt_tokens=chosen.randrange(100),
             cost_micros=chosen.randrange(100), latency_ms=chosen.choice([None, chosen.randrange(20_000)]),
             ttft_ms=chosen.choice([None, chosen.randrange(2_000)]), queue_ms=chosen.choice([None, 0, 30]),
+            completion_tokens=chosen.choice([1, 3]), is_estimated=chosen.choice([False, False, True]),
         )
         for _ in range(count)
     ]  # fmt: skip
@@ -72,7 +73,8 @@ def count_by_hand(events: list[UsageEvent], step: timedelta) -> Counter[tuple[ob
                 continue
             due[*key, "latency"] += is_served and one.latency_ms is not None
             due[*key, "ttft"] += is_served and one.ttft_ms is not None
-            due[*key, "token_time"] += is_served and None not in (one.ttft_ms, one.latency_ms)
+            is_counted = one.completion_tokens > 1 and not one.is_estimated
+            due[*key, "token_time"] += is_served and is_counted and None not in (one.ttft_ms, one.latency_ms)
             due[*key, "queue_time"] += None not in (one.node_id, one.queue_ms)
     return +due
 
