@@ -429,6 +429,23 @@ async def test_of_a_thousand_nodes_few_are_compared_and_every_free_slot_is_found
     assert wait.result().link is free
 
 
+async def test_most_nodes_that_are_compared_were_so_for_the_last_request_and_full_ones_are_left_behind() -> None:
+    floor, most = Floor(), GatewayLimits().placed_among
+    links = [LookedAt("m", slots=2) for _ in range(1000)]
+    for link in links:
+        floor.registry.add(link)
+    for _ in range(100):
+        floor.take()
+    placed = [number for number, link in enumerate(links) if link.active]
+    assert placed[-1] < 100 * most // 4 + most
+    for link in links[:900]:
+        link.active = 2
+    LookedAt.looks = 0
+    for _ in range(100):
+        floor.take()
+    assert LookedAt.looks < 700 // most * (1000 + most)
+
+
 async def test_the_nodes_that_hold_a_prompt_are_compared_in_place_of_others() -> None:
     floor, most = Floor(), GatewayLimits().placed_among
     for _ in range(1000):
