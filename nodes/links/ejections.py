@@ -426,13 +426,17 @@ class Ejections:
                 ejection.until = min(ejection.until, ejection.since + self._limits.ejection_base_s)
 
     def _forget(self, now: float) -> None:
-        idle = [
+        idle = {
             key
             for key, standing in self._standings.items()
             if now - standing.heard_at > self._limits.ejection_forget_s and not standing.open and key not in self._held
-        ]
+        }
         for key in idle:
             del self._standings[key]
+        for model in {model for _, model in idle}:  # a link that kept one would have it judged by nobody
+            for link in self._links_for(model):
+                if (link.node_id, model) in idle:
+                    link.standings.pop(model, None)
         for node_id in [
             node_id for node_id, connects in self._connects.items() if now - connects[-1] > self._limits.ejection_links_s
         ]:

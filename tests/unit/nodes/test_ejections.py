@@ -159,6 +159,20 @@ def test_a_node_full_of_requests_it_never_answers_is_ejected_before_they_end(fle
     assert fleet.faults() == [Fault.SLOW]
 
 
+def test_a_node_that_nobody_asked_for_hours_is_judged_as_before(fleet: Fleet) -> None:
+    good, full = fleet.proven(), fleet.proven()
+    fleet.now += 2 * 3600
+    fleet.registry.ejections.tick(fleet.now)
+    assert fleet.registry.ejections.size == 0, "what was measured then is forgotten"
+    for _ in range(8):
+        fleet.answer(good)
+    for _ in range(5):
+        fleet.begin(full, Heard())
+    fleet.now += 3.0
+    fleet.registry.ejections.tick(fleet.now)
+    assert fleet.faults() == [Fault.SLOW]
+
+
 def test_a_client_that_waited_long_and_left_tells_of_a_slow_node_and_one_that_left_soon_does_not(fleet: Fleet) -> None:
     fleet.proven()
     bad = fleet.add()
