@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
-import django.contrib.postgres.fields
+from django.contrib.postgres.fields import ArrayField
 from django.db import migrations, models
+
+_DIMENSIONS = [(0, "all"), (1, "model"), (2, "node"), (3, "tenant"), (4, "key"), (5, "tenant_model")]
+_COUNTS = ("served", "refused", "failed", "cancelled", "prompt_tokens", "completion_tokens", "cost_micros")
+_SKETCHES = ("latency", "ttft", "token_time", "queue_time")
+
+
+def _create_sums(name: str) -> migrations.CreateModel:
+    return migrations.CreateModel(
+        name=name,
+        fields=[
+            (
+                "pk",
+                models.CompositePrimaryKey(
+                    "dimension", "at", "name", blank=True, editable=False, primary_key=True, serialize=False
+                ),
+            ),
+            ("dimension", models.PositiveSmallIntegerField(choices=_DIMENSIONS)),
+            ("at", models.DateTimeField()),
+            ("name", models.CharField(blank=True, db_collation="C", max_length=300)),
+            *((count, models.BigIntegerField(default=0)) for count in _COUNTS),
+            *((sketch, ArrayField(base_field=models.BigIntegerField(), default=list, size=None)) for sketch in _SKETCHES),
+            ("queued_most", models.PositiveIntegerField(default=0)),
+            ("running_most", models.PositiveIntegerField(default=0)),
+        ],
+        options={"abstract": False},
+    )
 
 
 class Migration(migrations.Migration):
@@ -12,147 +38,7 @@ class Migration(migrations.Migration):
     ]
 
     operations = [
-        migrations.CreateModel(
-            name="RequestDay",
-            fields=[
-                (
-                    "pk",
-                    models.CompositePrimaryKey(
-                        "dimension", "at", "name", blank=True, editable=False, primary_key=True, serialize=False
-                    ),
-                ),
-                (
-                    "dimension",
-                    models.PositiveSmallIntegerField(
-                        choices=[(0, "all"), (1, "model"), (2, "node"), (3, "tenant"), (4, "key"), (5, "tenant_model")]
-                    ),
-                ),
-                ("at", models.DateTimeField()),
-                ("name", models.CharField(blank=True, db_collation="C", max_length=300)),
-                ("served", models.BigIntegerField(default=0)),
-                ("refused", models.BigIntegerField(default=0)),
-                ("failed", models.BigIntegerField(default=0)),
-                ("cancelled", models.BigIntegerField(default=0)),
-                ("prompt_tokens", models.BigIntegerField(default=0)),
-                ("completion_tokens", models.BigIntegerField(default=0)),
-                ("cost_micros", models.BigIntegerField(default=0)),
-                (
-                    "latency",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "ttft",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "token_time",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "queue_time",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                ("queued_most", models.PositiveIntegerField(default=0)),
-                ("running_most", models.PositiveIntegerField(default=0)),
-            ],
-            options={
-                "abstract": False,
-            },
-        ),
-        migrations.CreateModel(
-            name="RequestMinute",
-            fields=[
-                (
-                    "pk",
-                    models.CompositePrimaryKey(
-                        "dimension", "at", "name", blank=True, editable=False, primary_key=True, serialize=False
-                    ),
-                ),
-                (
-                    "dimension",
-                    models.PositiveSmallIntegerField(
-                        choices=[(0, "all"), (1, "model"), (2, "node"), (3, "tenant"), (4, "key"), (5, "tenant_model")]
-                    ),
-                ),
-                ("at", models.DateTimeField()),
-                ("name", models.CharField(blank=True, db_collation="C", max_length=300)),
-                ("served", models.BigIntegerField(default=0)),
-                ("refused", models.BigIntegerField(default=0)),
-                ("failed", models.BigIntegerField(default=0)),
-                ("cancelled", models.BigIntegerField(default=0)),
-                ("prompt_tokens", models.BigIntegerField(default=0)),
-                ("completion_tokens", models.BigIntegerField(default=0)),
-                ("cost_micros", models.BigIntegerField(default=0)),
-                (
-                    "latency",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "ttft",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "token_time",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "queue_time",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                ("queued_most", models.PositiveIntegerField(default=0)),
-                ("running_most", models.PositiveIntegerField(default=0)),
-            ],
-            options={
-                "abstract": False,
-            },
-        ),
-        migrations.CreateModel(
-            name="RequestTenMinutes",
-            fields=[
-                (
-                    "pk",
-                    models.CompositePrimaryKey(
-                        "dimension", "at", "name", blank=True, editable=False, primary_key=True, serialize=False
-                    ),
-                ),
-                (
-                    "dimension",
-                    models.PositiveSmallIntegerField(
-                        choices=[(0, "all"), (1, "model"), (2, "node"), (3, "tenant"), (4, "key"), (5, "tenant_model")]
-                    ),
-                ),
-                ("at", models.DateTimeField()),
-                ("name", models.CharField(blank=True, db_collation="C", max_length=300)),
-                ("served", models.BigIntegerField(default=0)),
-                ("refused", models.BigIntegerField(default=0)),
-                ("failed", models.BigIntegerField(default=0)),
-                ("cancelled", models.BigIntegerField(default=0)),
-                ("prompt_tokens", models.BigIntegerField(default=0)),
-                ("completion_tokens", models.BigIntegerField(default=0)),
-                ("cost_micros", models.BigIntegerField(default=0)),
-                (
-                    "latency",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "ttft",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "token_time",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                (
-                    "queue_time",
-                    django.contrib.postgres.fields.ArrayField(base_field=models.BigIntegerField(), default=list, size=None),
-                ),
-                ("queued_most", models.PositiveIntegerField(default=0)),
-                ("running_most", models.PositiveIntegerField(default=0)),
-            ],
-            options={
-                "abstract": False,
-            },
-        ),
+        *(_create_sums(name) for name in ("RequestDay", "RequestMinute", "RequestTenMinutes", "RequestHour")),
         migrations.AddField(
             model_name="usageevent",
             name="latency_ms",
@@ -183,6 +69,7 @@ class Migration(migrations.Migration):
             sql="""
             ALTER TABLE gateway_requestminute SET (fillfactor = 60);
             ALTER TABLE gateway_requesttenminutes SET (fillfactor = 60);
+            ALTER TABLE gateway_requesthour SET (fillfactor = 60);
             ALTER TABLE gateway_requestday SET (fillfactor = 60);
             """,
             reverse_sql=migrations.RunSQL.noop,
