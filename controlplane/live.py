@@ -18,7 +18,8 @@ from django.db import Error as DatabaseFailure
 from django.http import HttpRequest
 from django.template.loader import render_to_string
 
-from controlplane.overview import SlowFacts, count_live, read_live_overview, read_slow_facts
+from controlplane.overview import count_live, read_live_overview
+from controlplane.problems import SlowFacts, read_slow_facts
 from core.hints import HINT_GROUP
 from core.limits import limits
 from core.models import User

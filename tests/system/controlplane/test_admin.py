@@ -22,7 +22,8 @@ from django.utils.html import escape
 from pytest_django import DjangoAssertNumQueries
 
 from controlplane.api_errors import permission_denied, server_error
-from controlplane.overview import count_live, read_overview, read_slow_facts
+from controlplane.overview import count_live, read_overview
+from controlplane.problems import read_slow_facts
 from core.admin_pages import CreatingAdmin, ShowingAdmin
 from core.models import User
 from gateway.models import ApiKey, GatewayProcess, UsageEvent

@@ -34,10 +34,10 @@ from controlplane.env import (
     read_networks,
     read_text,
 )
-from controlplane.overview import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
 from controlplane.playground.asks import SURFACES, Ask, AskRefused, build_body, read_ask
 from controlplane.playground.relay import choose_headers
 from controlplane.playground.snippets import JSON, PYTHON, expanding_json, print_literal, write_code
+from controlplane.problems import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
 from core.db import base
 from core.db.base import DatabaseWrapper, WaitLimit, limit_process, limit_waits
 from core.limits import limits
