@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
@@ -115,6 +115,14 @@ def read_log_level(name: str) -> str:
     if level is None:
         raise SettingError(f"{name} must be one of {', '.join(LOG_LEVELS)}, not {raw!r}")
     return level
+
+
+def read_choice(name: str, choices: Mapping[str, str]) -> str:
+    """Return the variable, one of ``choices``; the first of them when it is not set. Raises SettingError."""
+    raw = read_text(name).strip().lower() or next(iter(choices))
+    if raw not in choices:
+        raise SettingError(f"{name} must be one of {', '.join(choices)}, not {raw!r}")
+    return raw
 
 
 def read_list(name: str, default: list[str] | None = None) -> list[str]:

@@ -17,6 +17,7 @@ from django.contrib.auth.models import AnonymousUser
 from django.db import Error as DatabaseFailure
 from django.http import HttpRequest
 from django.template.loader import render_to_string
+from django.utils import translation
 
 from controlplane.overview import count_live, read_live_overview
 from controlplane.problems import SlowFacts, read_slow_facts
@@ -44,6 +45,14 @@ class CloseCode(IntEnum):
     """The session of whoever opened this has ended."""
     NOT_PERMITTED = 4403
     """They may not look, or not any more."""
+
+
+def read_language(scope: dict[str, Any]) -> str:
+    """Return the language of the page that opened a socket, as ``LanguageMiddleware`` chose it."""
+    request = HttpRequest()
+    request.COOKIES = scope["cookies"]
+    request.META["HTTP_ACCEPT_LANGUAGE"] = dict(scope["headers"]).get(b"accept-language", b"").decode("latin-1")
+    return translation.get_language_from_request(request)
 
 
 class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channels ships no types
@@ -74,6 +83,7 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         return self.look(request) if may_look else CloseCode.NOT_PERMITTED
 
     async def connect(self) -> None:
+        self._language = read_language(self.scope)
         # Everybody: a browser learns no reason for a refused handshake. The first look says who is let in.
         await self.accept()
         self._look_again = asyncio.Event()
@@ -96,7 +106,8 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
     async def _push(self) -> None:
         while True:
             try:
-                seen = await database_sync_to_async(self._look_while_let_in)()
+                with translation.override(self._language):
+                    seen = await database_sync_to_async(self._look_while_let_in)()
             except DatabaseFailure:
                 await self.close(code=CloseCode.TRY_AGAIN_LATER)
                 return

@@ -8,6 +8,9 @@ from http import HTTPStatus
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
+from django.utils import translation
+from django.utils.cache import patch_vary_headers
+from django.utils.translation import gettext, gettext_lazy
 
 from governance.errors import NotPermitted
 from governance.signin import keep_session, may_act
@@ -22,8 +25,10 @@ OFFLINE_POLICY = "frame-ancestors 'none'"
 GOVERNED_PATHS = ("/admin/", "/approvals/")
 OPEN_PATHS = ("/admin/login/", "/admin/logout/", "/admin/playground/code")
 """Posts that change nothing, or only the session: the last writes the form of the playground as programs."""
+PROGRAM_PATHS = ("/api/", "/healthz", "/nodes", "/requests")
+"""Addresses that programs ask: their texts are English, whatever language a client's library asks for."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
-LOOKING_ONLY = (
+LOOKING_ONLY = gettext_lazy(
     "Sign in with your passkey to do this. Password sessions are read-only once you have a passkey or an approval policy is in "
     "force. Nothing was changed."
 )
@@ -51,6 +56,23 @@ class ContentSecurityPolicyMiddleware:
         return response
 
 
+class LanguageMiddleware:
+    """Answers people in the language that they chose or that their browser asks for, and programs in English."""
+
+    def __init__(self, get_response: Next) -> None:
+        self._get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        is_program = request.path.startswith(PROGRAM_PATHS)
+        language = settings.LANGUAGE_CODE if is_program else translation.get_language_from_request(request)
+        with translation.override(language):
+            response = self._get_response(request)
+            if not is_program:
+                response.headers["Content-Language"] = language
+                patch_vary_headers(response, ["Accept-Language"])
+            return response
+
+
 class SessionMiddleware:
     """Ends sessions that were idle or have lived too long, and keeps sessions without a passkey to looking."""
 
@@ -75,6 +97,6 @@ def is_refused(request: HttpRequest) -> bool:
 def refuse_change(request: HttpRequest) -> HttpResponse:
     """Say what would do: a page to a person, an object to a script."""
     if request.content_type == "application/json":
-        return refuse(NotPermitted(LOOKING_ONLY))
-    page = {"title": "This needs your passkey", "explanation": LOOKING_ONLY}
+        return refuse(NotPermitted(str(LOOKING_ONLY)))
+    page = {"title": gettext("This needs your passkey"), "explanation": LOOKING_ONLY}
     return render(request, "signin/refused.html", page, status=HTTPStatus.FORBIDDEN)

@@ -9,6 +9,7 @@ from django.templatetags.static import static
 
 from controlplane.env import (
     read_bool,
+    read_choice,
     read_database,
     read_int,
     read_limits,
@@ -62,6 +63,7 @@ MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
+    "controlplane.middleware.LanguageMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
@@ -117,6 +119,7 @@ BEHIND_TLS = read_bool("MUSTER_BEHIND_TLS", default=False)
 TRUSTED_PROXIES = TrustedProxies(read_networks("MUSTER_TRUSTED_PROXIES"), is_tls=BEHIND_TLS)
 SESSION_COOKIE_SECURE = BEHIND_TLS
 CSRF_COOKIE_SECURE = BEHIND_TLS
+LANGUAGE_COOKIE_SECURE = BEHIND_TLS
 # A browser takes a cookie of this prefix only over TLS and from this very host: no sibling of it can plant one.
 SESSION_COOKIE_NAME = "__Host-sessionid" if BEHIND_TLS else "sessionid"
 CSRF_COOKIE_NAME = "__Host-csrftoken" if BEHIND_TLS else "csrftoken"
@@ -129,9 +132,14 @@ SILENCED_SYSTEM_CHECKS = [
 X_FRAME_OPTIONS = "DENY"
 SECURE_REFERRER_POLICY = "same-origin"
 
+# Of pages: what the person chose, else the first of these that the browser asks for. Programs are answered in English.
+LANGUAGES = [("en", "English"), ("de", "Deutsch")]
 LANGUAGE_CODE = "en"
+# Of mail and chat messages, which have no browser.
+NOTICE_LANGUAGE = read_choice("MUSTER_LANGUAGE", dict(LANGUAGES))
+LANGUAGE_COOKIE_HTTPONLY = True
+LANGUAGE_COOKIE_SAMESITE = "Lax"
 TIME_ZONE = "UTC"
-USE_I18N = False
 FORMAT_MODULE_PATH = "controlplane.formats"
 USE_TZ = True
 

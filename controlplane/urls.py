@@ -13,6 +13,7 @@ from django.urls import URLPattern, URLResolver, include, path
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
+from django.views.i18n import set_language
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
 from core.db.base import WaitLimit, limit_waits
@@ -50,6 +51,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("admin/playground/", include("controlplane.playground.views")),
     path("admin/", admin.site.urls),
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),
+    path("language", set_language, name="set_language"),
     path("healthz", show_health, name="healthz"),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema"), name="docs"),

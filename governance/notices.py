@@ -28,6 +28,7 @@ from django.core.mail import EmailMessage
 from django.db import connection, transaction
 from django.db.models import F, Q, QuerySet
 from django.template.loader import render_to_string
+from django.utils import translation
 
 from core.hints import UNREADABLE_KEY
 from core.limits import limits
@@ -179,7 +180,8 @@ def write_message(notice: Notice) -> Message:
         page, context, members = _describe_operation(notice.operation, event, which)
     link = f"{settings.PUBLIC_URL.rstrip('/')}/{page}"
     # The first line of a template is the subject.
-    written = render_to_string(f"notices/{event}.txt", {"event": event, "link": link, **context})
+    with translation.override(settings.NOTICE_LANGUAGE):
+        written = render_to_string(f"notices/{event}.txt", {"event": event, "link": link, **context})
     subject, _, text = written.strip().partition("\n")
     body = {"id": str(notice.pk), "event": event, "operation": None, "link": link, **members}
     return Message(" ".join(subject.split())[:200], text.strip() + "\n", body)

@@ -158,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         test.add_argument(f"--{name}", action="store_true", help=text)
     add("check", "format, lint, types, import contracts, migrations", _run_tool)
+    add("messages", "collect what pages say for translation, and compile the translations", _run_tool)
     add("lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_tool)
     return parser
 
@@ -310,5 +311,6 @@ def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> 
 def _run_tool(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
     from tools.develop import run_check, run_lock
+    from tools.messages import run_messages
 
-    return run_check() if argv[0] == "check" else run_lock()
+    return {"check": run_check, "lock": run_lock, "messages": run_messages}[argv[0]]()

@@ -23,7 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 OUR_COMMANDS = [name for names in MODULES.values() for name in names]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
-READERS = {"read_text", "read_int", "read_float", "read_bool", "read_list", "read_networks", "read_log_level", "read_valkey"}
+READERS = {
+    "read_text",
+    "read_int",
+    "read_float",
+    "read_bool",
+    "read_list",
+    "read_networks",
+    "read_log_level",
+    "read_valkey",
+    "read_choice",
+}
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
@@ -85,7 +95,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_the_pages_stay_short() -> None:
     pages = [ROOT / "README.md", *DOCS.glob("*.md")]
-    assert sum(len(read(page).split()) for page in pages) <= 24_000
+    assert sum(len(read(page).split()) for page in pages) <= 26_500
     cells = (cell for page in pages for line in prose(page).splitlines() if line.startswith("|") for cell in line.split(" | "))
     assert not [cell for cell in cells if len(cell.split()) > 27], "a cell of a table is no paragraph"
 
