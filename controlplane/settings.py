@@ -339,7 +339,11 @@ UNFOLD = {
     "SITE_FAVICONS": [{"rel": "icon", "type": "image/svg+xml", "href": lambda request: static("muster/favicon.svg")}],
     "SHOW_HISTORY": False,
     "SHOW_VIEW_ON_SITE": False,
-    "STYLES": [lambda request: static("muster/admin.css")],
+    "STYLES": [
+        lambda request: static("muster/vendor/uplot.css"),
+        lambda request: static("muster/chart.css"),
+        lambda request: static("muster/admin.css"),
+    ],
     "SIDEBAR": {"navigation": "controlplane.navigation.build_sidebar", "show_search": True},
     "COLORS": {
         "primary": {

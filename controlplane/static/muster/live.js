@@ -33,6 +33,10 @@ export const update = (shown, fresh) => {
         shown.replaceWith(fresh.cloneNode(true));
         return;
     }
+    if (shown.localName === "mst-chart") {
+        shown.show(JSON.parse(fresh.querySelector("script[type='application/json']").textContent));
+        return; // what is drawn in it is not in the page that came
+    }
     if (shown.nodeType !== Node.ELEMENT_NODE) {
         if (shown.nodeValue !== fresh.nodeValue) {
             shown.nodeValue = fresh.nodeValue;
