@@ -13,8 +13,9 @@ from pathlib import Path
 
 from runner.errors import CorruptModel
 from runner.fit.gguf import HeaderCursor
-from runner.fit.memory import KvLayer, ModelShape
+from runner.fit.memory import ModelShape
 from runner.limits import limits
+from wire.memory import KvLayer
 
 _TYPES = (("float32", 4), ("int8", 1), ("int16", 2), ("int32", 4), ("float16", 2), ("bfloat16", 2))
 _LAYER = re.compile(r"decoder/layer_(\d{1,4})/")

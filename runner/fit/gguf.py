@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runner.errors import CorruptModel
-from runner.fit.memory import KvLayer, ModelShape
+from runner.fit.memory import ModelShape
 from runner.limits import limits
+from wire.memory import KvLayer
 
 Value = int | float | str | bool | tuple[int | float | bool, ...]
 

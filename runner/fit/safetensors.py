@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from runner.errors import CorruptModel
-from runner.fit.memory import KvLayer, ModelShape
+from runner.fit.memory import ModelShape
 from runner.limits import limits
+from wire.memory import KvLayer
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPE_BITS = {

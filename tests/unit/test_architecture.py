@@ -76,7 +76,7 @@ NUMBERS: dict[str, str] = {
     "runner/engines/children/whisper.py": "RATE",
     "runner/engines/comfy.py": "MIN_SIDE MAX_SIDE SIDE_STEP",
     "runner/engines/llama.py": "BATCH_TOKENS",
-    "runner/fit/memory.py": "BATCH_TOKENS PAGE_TOKENS",
+    "wire/memory.py": "BATCH_TOKENS PAGE_TOKENS _MIB",
     "runner/fit/gguf.py": "_STRING _ARRAY",
     "runner/telemetry/gpus.py": "_INSUFFICIENT_SIZE _NOT_AVAILABLE",
     "runner/tiny/train.py": "END_OF_TEXT END_OF_TURN",

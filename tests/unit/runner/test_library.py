@@ -40,6 +40,7 @@ from tests.fakes.model_files import (
     write_gguf,
 )
 from wire.bridge import GpuInfo
+from wire.memory import CACHE_TYPES, KvLayer
 
 CONFIG = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
 COMMIT = "a" * 40
@@ -464,13 +465,13 @@ def test_weights_of_a_folder_count_once_and_those_of_an_unheard_of_type_as_state
 def test_ctranslate2_states_its_heads_layer_by_layer_and_whisper_keeps_the_audio_for_its_decoder(tmp_path: Path) -> None:
     shape = read_shape(write_ct2(tmp_path / "m", layers=3))
     assert (shape.backend, shape.quantization, shape.layers) == ("ct2", "int8", 3)
-    assert (shape.kv_layers, shape.weights_bytes) == ((memory.KvLayer(2, 8, 8),) * 3, 2 + 320 + 3 * (4 + 2048))
+    assert (shape.kv_layers, shape.weights_bytes) == ((KvLayer(2, 8, 8),) * 3, 2 + 320 + 3 * (4 + 2048))
     folder = write_ct2(tmp_path / "w", layers=1)
     raw = (folder / "model.bin").read_bytes()
     (folder / "model.bin").write_bytes(raw.replace(b"\x17\0TransformerDecoderSpec\0", b"\x0c\0WhisperSpec\0"))
     shape = read_shape(folder)
     assert (shape.backend, shape.context_max) == ("whisper", 448)
-    assert shape.kv_layers == (memory.KvLayer(2, 8, 8), memory.KvLayer(4, 8, 8, fixed_tokens=1500))
+    assert shape.kv_layers == (KvLayer(2, 8, 8), KvLayer(4, 8, 8, fixed_tokens=1500))
     (folder / "model.bin").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(CorruptModel, match=r"weights of PyTorch are not loaded"):
         read_shape(folder)
@@ -549,11 +550,11 @@ def test_a_damaged_model_is_refused_naming_the_file_and_what_is_wrong(tmp_path: 
 MIB = 1 << 20
 
 
-def make_shape(*layers: memory.KvLayer, weights_bytes: int = 1000) -> memory.ModelShape:
+def make_shape(*layers: KvLayer, weights_bytes: int = 1000) -> memory.ModelShape:
     return memory.ModelShape("gguf", weights_bytes, len(layers), layers)
 
 
-LLAMA_8B = make_shape(*[memory.KvLayer(8, 128, 128)] * 32, weights_bytes=8_540_000_000)
+LLAMA_8B = make_shape(*[KvLayer(8, 128, 128)] * 32, weights_bytes=8_540_000_000)
 
 
 def test_the_cache_is_tokens_times_slots_times_the_bits_of_its_type_in_whole_blocks() -> None:
@@ -566,7 +567,7 @@ def test_the_cache_is_tokens_times_slots_times_the_bits_of_its_type_in_whole_blo
         result = memory.estimate(LLAMA_8B, context_tokens=1, slots=1, type_k=name, type_v=name, overhead_bytes=0)
         assert result.kv_bytes == 32 * 2 * 8 * 128 * size / 8
     mixed = memory.estimate(
-        make_shape(memory.KvLayer(1, 40, 8)), context_tokens=1, slots=1, type_k="q8_0", type_v="f16", overhead_bytes=0
+        make_shape(KvLayer(1, 40, 8)), context_tokens=1, slots=1, type_k="q8_0", type_v="f16", overhead_bytes=0
     )
     assert mixed.kv_bytes == 2 * 34 + 8 * 2
     with pytest.raises(ValueError, match="'q3' is no type of KV cache"):
@@ -575,14 +576,14 @@ def test_the_cache_is_tokens_times_slots_times_the_bits_of_its_type_in_whole_blo
 
 def test_a_window_bounds_what_a_layer_keeps_and_audio_does_not_grow_with_the_context() -> None:
     # Gemma 3 27B: 62 layers, every sixth sees everything, 16 heads of 128, a window of 1024, at its full context.
-    layers = [memory.KvLayer(16, 128, 128, None if (layer + 1) % 6 == 0 else 1024) for layer in range(62)]
+    layers = [KvLayer(16, 128, 128, None if (layer + 1) % 6 == 0 else 1024) for layer in range(62)]
     of_token = 16 * (128 + 128) * 2
     result = memory.estimate(make_shape(*layers), context_tokens=131_072, slots=1, overhead_bytes=0)
     assert result.kv_bytes == 10 * 131_072 * of_token + 52 * (1024 + 512) * of_token
-    short = memory.estimate(make_shape(memory.KvLayer(1, 1, 1, 4096)), context_tokens=100, slots=3, overhead_bytes=0)
+    short = memory.estimate(make_shape(KvLayer(1, 1, 1, 4096)), context_tokens=100, slots=3, overhead_bytes=0)
     assert short.kv_bytes == 3 * 100 * 4
     heard = memory.estimate(
-        make_shape(memory.KvLayer(1, 1, 1), memory.KvLayer(2, 1, 1, fixed_tokens=1500)),
+        make_shape(KvLayer(1, 1, 1), KvLayer(2, 1, 1, fixed_tokens=1500)),
         context_tokens=448,
         slots=1,
         overhead_bytes=0,
@@ -591,7 +592,7 @@ def test_a_window_bounds_what_a_layer_keeps_and_audio_does_not_grow_with_the_con
 
 
 def test_layers_that_stay_with_the_host_take_nothing_of_the_gpu() -> None:
-    whole = make_shape(*[memory.KvLayer(1, 1, 1, layer) for layer in range(1, 25)], weights_bytes=2500)
+    whole = make_shape(*[KvLayer(1, 1, 1, layer) for layer in range(1, 25)], weights_bytes=2500)
     half = whole.last_layers(12)
     assert (half.weights_bytes, [layer.window for layer in half.kv_layers]) == (1200, list(range(13, 25)))
     assert (whole.last_layers(0).weights_bytes, whole.last_layers(0).kv_layers) == (0, ())
@@ -600,7 +601,7 @@ def test_layers_that_stay_with_the_host_take_nothing_of_the_gpu() -> None:
 
 
 def test_a_node_of_several_has_its_share_of_weights_and_layers_rounded_up() -> None:
-    whole = make_shape(*[memory.KvLayer(1, 1, 1, layer) for layer in range(1, 8)], weights_bytes=1000)
+    whole = make_shape(*[KvLayer(1, 1, 1, layer) for layer in range(1, 8)], weights_bytes=1000)
     part = whole.share(3)
     assert (part.weights_bytes, len(part.kv_layers)) == (334, 3)
 
@@ -712,7 +713,7 @@ def test_smaller_caches_other_quantisations_and_the_fewest_evictions_that_do_are
 )  # fmt: skip
 def test_every_suggestion_is_enough_by_itself(free: int, context: int, slots: int, sizes: list[int]) -> None:
     loaded = [(f"m{index}", size) for index, size in enumerate(sizes)]
-    verdict = ask(free, context_tokens=context, slots=slots, kv_types=tuple(memory.CACHE_TYPES), loaded=loaded)
+    verdict = ask(free, context_tokens=context, slots=slots, kv_types=tuple(CACHE_TYPES), loaded=loaded)
     needed = memory.estimate(LLAMA_8B, context_tokens=context, slots=slots, overhead_bytes=100 * MIB).total_bytes
     if verdict is None:
         assert needed <= free
