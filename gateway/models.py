@@ -288,7 +288,12 @@ class RequestRecord(models.Model):
                 Right(Cast("id", models.TextField()), TAIL_CHARS),
                 condition=models.Q(finished_at__isnull=False),
                 name="gateway_requestrecord_tail",
-            )
+            ),
+            models.Index(
+                fields=["created_at"],
+                condition=models.Q(state__in=["cancelled", "failed", "interrupted", "rejected"]),
+                name="gateway_requestrecord_unserved",
+            ),
         ]
 
     def __str__(self) -> str:
@@ -377,7 +382,8 @@ class RequestSums(models.Model):
 
     ``gateway.services.rollups`` writes and reads them, and says what the name of a ``dimension`` is. ``latency``, ``ttft``,
     ``token_time`` and ``queue_time`` are quantile sketches of milliseconds: an element holds the number of a bucket in its
-    ten lowest bits, and above them how many fell into it. ``queued_most`` and ``running_most``: most that was seen at once.
+    ten lowest bits, and above them how many fell into it. ``node_ms``: how long nodes worked on them, without the queue.
+    ``queued_most`` and ``running_most``: most that was seen at once.
     """
 
     pk = models.CompositePrimaryKey("dimension", "at", "name")
@@ -389,8 +395,10 @@ class RequestSums(models.Model):
     failed = models.BigIntegerField(default=0)
     cancelled = models.BigIntegerField(default=0)
     prompt_tokens = models.BigIntegerField(default=0)
+    cached_tokens = models.BigIntegerField(default=0, db_default=0)
     completion_tokens = models.BigIntegerField(default=0)
     cost_micros = models.BigIntegerField(default=0)
+    node_ms = models.BigIntegerField(default=0, db_default=0)
     latency = ArrayField(models.BigIntegerField(), default=list)
     ttft = ArrayField(models.BigIntegerField(), default=list)
     token_time = ArrayField(models.BigIntegerField(), default=list)

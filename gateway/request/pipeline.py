@@ -271,7 +271,7 @@ class Pipeline:
                     call.client.write(event if call.client.tail.endswith(b"\n\n") else b"\n\n" + event)
                 return begun.give_up(broken.error)
             metrics.REDISPATCHES.labels(outcome.reason).inc()
-            record.lost_attempts += f"{trial.link.node_id.hex} {job.request.model}\n"
+            self.recorder.note_loss(record, trial.link.node_id, model=job.request.model, reason=outcome.reason)
             call.exchange = following
             self.recorder.note_start(record)
             trial = self.dispatcher.begin_trial(job, lease, following, caller=call.caller.key_id)
@@ -664,7 +664,7 @@ class Pipeline:
             raise RequeueExhausted(retry_after_s=5) if isinstance(outcome.error, RequestInterrupted) else outcome.error
         is_closed = outcome.reason is not RetryReason.LOST and self.dispatcher.plan(job).is_closed
         if not is_closed and call.record is not None:  # the row will name another node, and this failure is not forgotten
-            call.record.lost_attempts += f"{link.node_id.hex} {job.request.model}\n"
+            self.recorder.note_loss(call.record, link.node_id, model=job.request.model, reason=outcome.reason)
         if outcome.reason is RetryReason.LOST:
             return True
         if is_closed:

@@ -75,7 +75,9 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     engine_error: str = ""
     """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
     lost_attempts: str = ""
-    """A line for each node that failed before another one got the request: its id in hex, then the model."""
+    """A line for each node that failed before another one got the request: its id in hex, the model, and behind a tab each the
+    milliseconds since the record was made, and why (``RetryReason``).
+    """
     asked_model: str = ""
     """What the client asked for, where ``model`` (which answers) has another name."""
     reserved_tokens: int | None = None
@@ -222,6 +224,11 @@ class Recorder:
         record.state = RequestState.RUNNING
         # In the turn of the loop that assigned the node, so both are one write.
         self.records.touch(record)
+
+    def note_loss(self, record: Record, node_id: uuid.UUID, *, model: str, reason: str) -> None:
+        """Write down that a node failed, and when: the row will name another one."""
+        after_ms = max(0, round((clock.now() - record.created_at).total_seconds() * 1000))
+        record.lost_attempts += f"{node_id.hex} {model}\t{after_ms}\t{reason}\n"
 
     def is_refused(self, record: Record) -> bool:
         """Whether the writer could not make a row durable in time, and closed the record."""

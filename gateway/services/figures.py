@@ -66,7 +66,8 @@ _READ = (
 def _observe_all(record: RequestRecord) -> Iterator[Observation]:
     assert record.finished_at is not None
     for line in record.lost_attempts.splitlines():
-        node_id, _, model = line.partition(" ")
+        node_id, _, rest = line.partition(" ")
+        model = rest.partition("\t")[0]
         yield Observation(node_id=uuid.UUID(node_id), model=model, ended_at=record.finished_at, is_ok=False)
     if record.counts:  # type: ignore[attr-defined]  # the annotation
         yield _observe(record)

@@ -14,6 +14,8 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from django.db import connection, transaction
+from django.utils.functional import Promise
+from django.utils.translation import gettext_lazy
 
 from core.limits import limits
 from gateway.models import RequestDay, RequestHour, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery
@@ -23,13 +25,14 @@ from nodes.services.figures import read_bucket
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
-_Values = dict[str, str | float | datetime | list[int]]
+_Values = dict[str, str | float | datetime | list[int] | list[str] | None]
 _MARK = 0
 """Of ``UsageDelivery``: how far the events are counted."""
 _ORIGIN = datetime(2000, 1, 1, tzinfo=UTC)
 """Steps are counted from it, so that those of whole hours begin with a UTC day."""
 _MINUTE, _HOUR, _DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
-_COUNTS = ("served", "refused", "failed", "cancelled", "prompt_tokens", "completion_tokens", "cost_micros")
+_SUMMED = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_micros", "node_ms")
+_COUNTS = ("served", "refused", "failed", "cancelled", *_SUMMED)
 
 
 class Metric(StrEnum):
@@ -101,7 +104,8 @@ _BATCH = f"""
 WITH batch AS MATERIALIZED (
 SELECT e.written_in, e.seq, date_bin('1 minute', e.finished_at, %(origin)s) AS at, {_BUCKETS},
        coalesce(m.name, '') AS model, e.node_id::text AS node, e.tenant, e.key_id::text AS key,
-       e.prompt_tokens, e.completion_tokens, e.cost_micros,
+       e.prompt_tokens, e.cached_tokens, e.completion_tokens, e.cost_micros,
+       CASE WHEN e.node_id IS NULL THEN 0 ELSE GREATEST(0, coalesce(e.latency_ms, 0) - coalesce(e.queue_ms, 0)) END AS node_ms,
        CASE WHEN e.state = 'completed' THEN 'served' WHEN e.state = 'cancelled' THEN 'cancelled'
             WHEN e.state = 'rejected' AND e.status_code BETWEEN 400 AND 499 THEN 'refused' ELSE 'failed' END AS outcome
   FROM (SELECT * FROM gateway_usageevent
@@ -117,7 +121,7 @@ SELECT b.*, d.dimension, d.name
  WHERE d.name IS NOT NULL
 ), counts AS MATERIALIZED (
 SELECT at, dimension, name, {_each("count(*) FILTER (WHERE outcome = '?') AS ?", _COUNTS[:4])},
-       {_each("sum(?) AS ?", _COUNTS[4:])}
+       {_each("sum(?) AS ?", _SUMMED)}
   FROM named GROUP BY at, dimension, name
 ), buckets AS MATERIALIZED (
 SELECT at, dimension, name, v.metric, v.bucket, count(*) AS n
@@ -247,6 +251,16 @@ def _align(moment: datetime, step: timedelta) -> datetime:
 
 # Reading
 
+RANGES: dict[str, tuple[str | Promise, timedelta]] = {
+    "15min": (gettext_lazy("15 min"), timedelta(minutes=15)),
+    "1h": (gettext_lazy("1 h"), timedelta(hours=1)),
+    "6h": (gettext_lazy("6 h"), timedelta(hours=6)),
+    "24h": (gettext_lazy("24 h"), timedelta(hours=24)),
+    "7d": (gettext_lazy("7 d"), timedelta(days=7)),
+    "30d": (gettext_lazy("30 d"), timedelta(days=30)),
+}
+"""How far back a page can look, by what its address says: the label, and how long that is."""
+
 
 def read_counted_until() -> datetime | None:
     """Return until when everything that ended is counted; None before the first time."""
@@ -262,8 +276,11 @@ class Sums:
     failed: int = 0
     cancelled: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     cost_micros: int = 0
+    node_ms: int = 0
+    """How long nodes worked on them; of requests that one node worked on at once each counts."""
     queued_most: int = 0
     running_most: int = 0
     p50_ms: float | None = None
@@ -336,6 +353,87 @@ _TOP = f"""
 SELECT name, {_SUMS} FROM {{table}} WHERE dimension = %(dimension)s AND at >= %(begins_at)s
  GROUP BY name ORDER BY sum({{order}}) DESC, name LIMIT %(most)s
 """  # noqa: S608  # constants
+
+# Of days, of all names of a dimension: the first ones each with its days, and what is left together. Names are bytes, so
+# those of a tenant's models stand between its name with a new line behind it and that with the next byte.
+_DAYS = f"""
+WITH rows AS MATERIALIZED (
+SELECT at, name, {", ".join(_COUNTS)}, queued_most, running_most FROM {{table}}
+ WHERE dimension = %(dimension)s AND at >= %(begins_at)s AND name >= %(first)s AND (%(last)s = '' OR name < %(last)s)
+   AND (%(names)s::text[] IS NULL OR name = ANY(%(names)s))
+), places AS (
+SELECT name, row_number() OVER (ORDER BY sum({{order}}) DESC, name) AS place FROM rows GROUP BY name
+)
+SELECT CASE WHEN place <= %(most)s THEN rows.name END AS label, at, GROUPING(at), {_SUMS}
+  FROM rows JOIN places USING (name) GROUP BY GROUPING SETS ((1, at), (1)) ORDER BY GROUPING(at), min(place), at
+"""  # noqa: S608  # constants
+
+
+@dataclass(frozen=True, slots=True)
+class Days:
+    """What one name came to, in all and on each day; ``name`` None = all other names together."""
+
+    name: str | None
+    total: Sums
+    days: tuple[Sums, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Sums of the UTC days ``starts``, the last of which still grows, by the names of a dimension."""
+
+    starts: tuple[datetime, ...]
+    named: tuple[Days, ...]
+
+    @property
+    def total(self) -> Sums:
+        return add_sums(one.total for one in self.named)
+
+
+def add_sums(many: Iterable[Sums]) -> Sums:
+    """Return them as one, without quantiles."""
+    found = list(many)
+    return Sums(**{name: sum(getattr(one, name) for one in found) for name in _COUNTS})
+
+
+def read_days(
+    days: int,
+    dimension: Dimension,
+    *,
+    most: int,
+    order: Order = Order.REQUESTS,
+    tenant: str = "",
+    names: Iterable[str] | None = None,
+) -> Breakdown:
+    """Return the sums of so many UTC days until now by name: the first ``most``, and the others together; one query.
+
+    ``tenant``: of TENANT_MODEL, that tenant's names alone. ``names``: only these, None = all.
+    """
+    level = _list_levels()[-1]
+    starts = tuple(_align(clock.now(), _DAY) - _DAY * back for back in reversed(range(days)))
+    values: _Values = {
+        "dimension": dimension.value,
+        "begins_at": starts[0],
+        "first": f"{tenant}\n" if tenant else "",
+        "last": f"{tenant}\x0b" if tenant else "",
+        "names": None if names is None else list(names),
+        "most": most,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(_DAYS.format(table=level.table, order=order), values)
+        rows = cursor.fetchall()
+    found = {name: _read_sums(*sums) for name, _, is_total, *sums in rows if is_total}
+    of_days = {(name, at): _read_sums(*sums) for name, at, is_total, *sums in rows if not is_total}
+    named = (Days(name, total, tuple(of_days.get((name, at), Sums()) for at in starts)) for name, total in found.items())
+    return Breakdown(starts, tuple(sorted(named, key=lambda one: one.name is None)))
+
+
+def read_first_day() -> datetime | None:
+    """Return the UTC day from which on requests are summed up; None before the first."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT min(at) FROM {_list_levels()[-1].table} WHERE dimension = {Dimension.ALL:d}")  # noqa: S608
+        found: datetime | None = cursor.fetchone()[0]
+    return found
 
 
 def read_series(

@@ -45,7 +45,8 @@ def make_many(count: int, seed: int) -> list[UsageEvent]:
             key_id=uuid.UUID(int=chosen.randrange(3)), node_id=chosen.choice([None, NODE, OTHER_NODE]),
             state=chosen.choice(states).value,
             status_code=chosen.choice([200, 400, 499, 503, None]), prompt_tokens=chosen.randrange(100),
-            cost_micros=chosen.randrange(100), latency_ms=chosen.choice([None, chosen.randrange(20_000)]),
+            cost_micros=chosen.randrange(100), cached_tokens=chosen.randrange(9),
+            latency_ms=chosen.choice([None, chosen.randrange(20_000)]),
             ttft_ms=chosen.choice([None, chosen.randrange(2_000)]), queue_ms=chosen.choice([None, 0, 30]),
             completion_tokens=chosen.choice([1, 3]), is_estimated=chosen.choice([False, False, True]),
         )
@@ -69,6 +70,8 @@ def count_by_hand(events: list[UsageEvent], step: timedelta) -> Counter[tuple[ob
             due[*key, str(outcome)] += 1
             due[*key, "prompt_tokens"] += one.prompt_tokens
             due[*key, "cost_micros"] += one.cost_micros
+            due[*key, "cached_tokens"] += one.cached_tokens
+            due[*key, "node_ms"] += max(0, (one.latency_ms or 0) - (one.queue_ms or 0)) if one.node_id else 0
             if step == timedelta(days=1) and dimension in (Dimension.NODE, Dimension.KEY, Dimension.TENANT_MODEL):
                 continue
             due[*key, "latency"] += is_served and one.latency_ms is not None
@@ -82,7 +85,7 @@ def count_by_hand(events: list[UsageEvent], step: timedelta) -> Counter[tuple[ob
 def read_table(model: type[RequestSums]) -> Counter[tuple[object, ...]]:
     found: Counter[tuple[object, ...]] = Counter()
     for row in model._default_manager.all():
-        for name in ("served", "refused", "failed", "cancelled", "prompt_tokens", "cost_micros"):
+        for name in ("served", "refused", "failed", "cancelled", "prompt_tokens", "cost_micros", "cached_tokens", "node_ms"):
             found[row.at, row.dimension, row.name, name] = getattr(row, name)
         for metric in Metric:
             found[row.at, row.dimension, row.name, str(metric)] = sum(element >> 10 for element in getattr(row, metric))
@@ -176,6 +179,7 @@ def test_a_series_has_steps_that_fit_its_span_and_every_request_in_it(span: time
             prompt_tokens=27,
             completion_tokens=9,
             cost_micros=15,
+            node_ms=3 * 1_990,
             p50_ms=series.total.p50_ms,
             p95_ms=series.total.p95_ms,
         )
@@ -252,3 +256,24 @@ def test_the_most_that_was_open_at_once_is_kept(known: None) -> None:
     assert (total.queued_most, total.running_most, total.requests) == (3, 1, 0)
     assert read_series(timedelta(days=30), dimension=Dimension.MODEL, name="m").total.queued_most == 3
     assert read_series(timedelta(days=90), dimension=Dimension.MODEL, name="n").total.running_most == 1
+
+
+def test_days_by_name_are_the_first_names_and_the_others_together(known: None) -> None:
+    for tenant, count, days in (("big", 4, 0), ("mid", 3, 1), ("low", 2, 0), ("low", 1, 2), ("far", 9, 8)):
+        UsageEvent.objects.bulk_create([make_event(ago_s=days * 86_400, tenant=tenant, cached_tokens=2) for _ in range(count)])
+    roll_up_requests()
+    with CaptureQueriesContext(connection) as queries:
+        found = rollups.read_days(7, Dimension.TENANT, most=1)
+    assert len(queries) == 1
+    assert len(found.starts) == 7
+    assert [(one.name, one.total.requests, [day.requests for day in one.days[-3:]]) for one in found.named] == [
+        ("big", 4, [0, 0, 4]),
+        (None, 6, [1, 3, 2]),
+    ]
+    assert (found.total.requests, found.total.cached_tokens, found.total.node_ms) == (10, 20, 0)
+    of_one = rollups.read_days(7, Dimension.TENANT_MODEL, tenant="low", most=9)
+    assert [(one.name, one.total.requests) for one in of_one.named] == [("low\nm", 3)]
+    assert rollups.read_days(7, Dimension.TENANT, names=["mid"], most=9).total.requests == 3
+    first = rollups.read_first_day()
+    assert first is not None
+    assert (datetime.now(UTC) - first).days == 8

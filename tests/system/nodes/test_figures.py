@@ -211,7 +211,7 @@ def test_what_a_node_is_not_to_blame_for_is_no_failure() -> None:
 
 def test_a_node_that_failed_before_another_one_answered_is_not_forgotten() -> None:
     flaky, good = make_node("flaky"), make_node("good")
-    end_requests(good, 3, lost_attempts=f"{flaky.pk.hex} tiny\n{flaky.pk.hex} a model, with spaces\n")
+    end_requests(good, 3, lost_attempts=f"{flaky.pk.hex} tiny\n{flaky.pk.hex} a model, with spaces\t120\tlost\n")
     end_requests(flaky, 1, state=RequestState.CANCELLED, status_code=499, lost_attempts=f"{flaky.pk.hex} tiny\n")
     assert update_figures() == 4
     assert figures_of(flaky).reliability == pytest.approx(1 / 6, abs=0.001)
