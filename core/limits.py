@@ -255,6 +255,13 @@ class NodeLimits:
     # A late frame of it is then a protocol error.
     bridge_forgotten_streams: int = bound(4_096, "streams", "The oldest stream that is over is forgotten.")
 
+    # The log of a node, which somebody asks for
+    log_lines: int = bound(600, "lines", "Of what a node tells of its log, older lines are dropped.")
+    log_line_chars: int = bound(400, "characters", "A longer line of a node's log is cut.")
+    log_ask_s: float = bound(2.0, "s", "A further question for the log of a node within it is not asked again.")
+    log_answer_s: float = bound(15.0, "s", "A node that did not answer a question for its log is no longer waited for.")
+    log_kept_s: float = bound(600.0, "s", "What a node told of its log is deleted.")
+
     # Links that gateways open over HTTP
     http_head_bytes: int = bound(64 * 1024, "bytes", "A longer head of an answer ends the attempt as an error of the node.")
     http_kept_heads: int = bound(4, "heads", "The oldest head of a node's answers is forgotten; llhttp reads it again.")

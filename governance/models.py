@@ -328,6 +328,9 @@ class OperationRun(models.Model):
         indexes = [
             models.Index(fields=["due_at"], condition=models.Q(ended_at=None), name="operationrun_due"),
             models.Index(fields=["node_id"], condition=models.Q(ended_at=None), name="operationrun_node"),
+            models.Index(
+                fields=["node_id", "queued_at"], condition=models.Q(node_id__isnull=False), name="operationrun_of_node"
+            ),
         ]
 
     def __str__(self) -> str:
@@ -446,7 +449,10 @@ class AuditEvent(models.Model):
 
     class Meta:
         ordering = ["-id"]
-        indexes = [models.Index(fields=["op_id", "id"], condition=~models.Q(op_id=""), name="auditevent_of_operation")]
+        indexes = [
+            models.Index(fields=["op_id", "id"], condition=~models.Q(op_id=""), name="auditevent_of_operation"),
+            models.Index(fields=["target", "id"], name="auditevent_of_target"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.action} {self.target}"

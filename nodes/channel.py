@@ -28,11 +28,7 @@ from core.throttle import AuthThrottle
 from governance.audit import record_word
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
-from governance.operations.approvals import (
-    find_operation,
-    policy_chain,
-    read_freeze,
-)
+from governance.operations.approvals import find_operation, policy_chain, read_freeze
 from governance.operations.runs import (
     NodeRun,
     RunEnd,
@@ -49,6 +45,7 @@ from nodes.errors import EnrolmentRefused, NodeNotFound, SessionUnknown
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
+from nodes.logs import LogChannel
 from nodes.models import Node, NodeCredential, NodePresence
 from nodes.reports import clean_status, store_endpoints
 from nodes.services import sessions
@@ -211,6 +208,7 @@ class NodeChannel:
         self.tickets = TicketChannel(
             self.registry, self.agents, spawn=self.run_beside, wake=self._has_work.set, store=store_usage, hear=hear_usage
         )
+        self.logs = LogChannel(self.registry, wake=self._has_work.set)
         self._drains_told: dict[uuid.UUID, datetime] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
@@ -373,6 +371,7 @@ class NodeChannel:
                 await self._store_statuses()
                 await self._store_reports()
                 await self.tickets.store()
+                await self.logs.store()
                 await self._deliver()
                 await self._offer_policies()
                 await self._offer_checkpoints()
@@ -430,6 +429,7 @@ class NodeChannel:
     async def _deliver(self) -> None:
         if not self._is_due("commands", self.limits.channel_sweep_s):
             return
+        await self.logs.ask()
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         agents = {line.node_id: line.since for line in self.agents.values() if line.takes_operations}
         if not linked and not agents:

@@ -35,6 +35,7 @@ from nodes.session import (
     GovernanceChanged,
     HeadArrived,
     LoadReported,
+    LogTold,
     ModelsChanged,
     ModeRequested,
     NodeLeaving,
@@ -63,18 +64,9 @@ Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""
 Event = dict[str, Any]
 """An ASGI event."""
-Control = (
-    Registered
-    | LoadReported
-    | ModelsChanged
-    | TelemetryArrived
-    | ModeRequested
-    | NodeLeaving
-    | OperationReported
-    | GovernanceChanged
-    | UsageReported
-    | CertificateAsked
-)
+Told = OperationReported | GovernanceChanged | UsageReported | CertificateAsked | LogTold
+"""What a node says that the channel takes down."""
+Control = Registered | LoadReported | ModelsChanged | TelemetryArrived | ModeRequested | NodeLeaving | Told
 """What a node says beside its streams."""
 
 
@@ -235,6 +227,13 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 self._change_mode(link, effect)
             case NodeLeaving():
                 link.node_draining = True
+            case Registered():
+                raise ProtocolError("register is sent once")
+            case _:
+                self._pass_on(link, effect)
+
+    def _pass_on(self, link: RelayLink, effect: Told) -> None:
+        match effect:
             case OperationReported():
                 self._channel.take_status(link, effect.status)
             case GovernanceChanged():
@@ -243,8 +242,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 self._channel.tickets.take_usage(link, effect.reports)
             case CertificateAsked():
                 self._channel.tickets.take_certificate_request(link, effect.message)
-            case Registered():
-                raise ProtocolError("register is sent once")
+            case LogTold():
+                self._channel.logs.take(link, effect.tail)
             case _:
                 assert_never(effect)
 

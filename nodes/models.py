@@ -298,6 +298,8 @@ class GpuMoment(models.Model):
     temperature_c = models.FloatField(null=True)
     power_w = models.FloatField(null=True)
     active_requests = models.FloatField(null=True)
+    weights_mb = models.FloatField(null=True, help_text="Of the memory in use, what models' weights take; empty = not known")
+    kv_mb = models.FloatField(null=True, help_text="Of the memory in use, what their KV caches take")
 
     class Meta:
         abstract = True
@@ -418,6 +420,26 @@ class NodeDrainCount(models.Model):
 
     def __str__(self) -> str:
         return f"{self.active} on {self.node_id}"
+
+
+class NodeLog(models.Model):
+    """The last lines of a node's log, as somebody asked for them last. Deleted soon: the log itself stays on the node."""
+
+    node = models.OneToOneField(Node, on_delete=models.CASCADE, primary_key=True, related_name="log")
+    query_id = models.UUIDField(help_text="Names the question; an answer to an older one is dropped")
+    asked_at = models.DateTimeField()
+    told_at = models.DateTimeField(null=True, blank=True, help_text="When the node, or the gateway for it, answered")
+    is_told = models.BooleanField(default=False, help_text="The node tells its log; False = it cannot, or its owner forbids it")
+    lines = models.JSONField(default=list)
+    left_out = models.PositiveIntegerField(default=0)
+
+    class Meta:
+        default_permissions = ("view",)
+        verbose_name = "log of a node"
+        verbose_name_plural = "logs of nodes"
+
+    def __str__(self) -> str:
+        return str(self.node_id)
 
 
 class NodeOpKey(models.Model):

@@ -23,6 +23,7 @@ from wire.unreadable import UNREADABLE
 _GONE = frozenset({"failed", "unloaded"})
 _STATES = frozenset({"running", "succeeded", "failed", "refused", "interrupted", "unknown"})
 _LEVELS = frozenset({"L0", "L1", "L2"})
+_LOG_LEVELS = frozenset({"info", "warning", "error", "critical"})
 
 _HEALTHY = "healthy"
 NO_MODELS = "no models accepted: this node gets no requests until it declares a model"
@@ -517,6 +518,18 @@ def clean_status(status: bridge.OpStatus) -> None:
     status.message = _clean_text(status.message, limits().nodes.status_message_chars).strip()
     status.result = clean_result(status.result)
     status.receipt = _keep_whole(status.receipt, limits().nodes.status_receipt_chars)
+
+
+def clean_log(tail: bridge.LogTail) -> None:
+    """Cut a ``log_tail``, in place: the newest lines stay."""
+    bounds = limits().nodes
+    tail.query_id = _keep_whole(tail.query_id, bounds.op_id_chars)
+    tail.left_out = min(max(0, tail.left_out), bounds.report_integer)
+    tail.lines = tail.lines[-bounds.log_lines :]
+    for line in tail.lines:
+        line.at_ms = min(max(0, line.at_ms), bounds.report_clock_ms)
+        line.level = line.level if line.level in _LOG_LEVELS else "info"
+        line.text = _clean_text(line.text, bounds.log_line_chars)
 
 
 def clean_result(result: dict[str, object]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.limits import NodeLimits
-from nodes.reports import clean_models, clean_register, clean_report, clean_status, clean_telemetry
+from nodes.reports import clean_log, clean_models, clean_register, clean_report, clean_status, clean_telemetry
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
 
@@ -132,6 +132,13 @@ class CertificateAsked:
     message: bridge.CertificateRequest
 
 
+@dataclass(frozen=True, slots=True)
+class LogTold:
+    """The node told the last lines of its log (cut to size), whether it was asked or not."""
+
+    tail: bridge.LogTail
+
+
 class FrameDropped(msgspec.Struct, frozen=True, gc=False):
     """A late frame of a stream that is over; counted, never delivered."""
 
@@ -153,6 +160,7 @@ Effect = (
     | GovernanceChanged
     | UsageReported
     | CertificateAsked
+    | LogTold
     | FrameDropped
 )
 
@@ -352,25 +360,34 @@ class ServerSession:
                 return [LoadReported(max(0, message.current_load))]
             case bridge.ModelsUpdate():
                 return [ModelsChanged(clean_models(message.models, self.policy)[0], max(0, message.current_load))]
-            case bridge.Telemetry() if self.speaks_muster:
-                clean_telemetry(message)
-                return [TelemetryArrived(message)]
-            case bridge.ModeChange() if self.speaks_muster:
-                return [ModeRequested(message.mode, message.reason)]
-            case bridge.Draining() if self.speaks_muster:
-                return [NodeLeaving(message.reason)]
-            case bridge.OpStatus() if self.speaks_muster:
-                clean_status(message)
-                return [OperationReported(message)]
-            case bridge.GovernanceReport() if self.speaks_muster:
-                clean_report(message)
-                return [GovernanceChanged(message)]
-            case bridge.UsageReport() if self.speaks_muster:
-                return [UsageReported(tuple(message.reports))]
-            case bridge.CertificateRequest() if self.speaks_muster:
-                return [CertificateAsked(message)]
             case bridge.WorkerError():
                 return self._take_error(message)
+        if not self.speaks_muster:
+            raise ProtocolError("message not allowed here")
+        return [self._take_report(message)]
+
+    def _take_report(self, message: bridge.WorkerMessage) -> Effect:
+        match message:
+            case bridge.Telemetry():
+                clean_telemetry(message)
+                return TelemetryArrived(message)
+            case bridge.ModeChange():
+                return ModeRequested(message.mode, message.reason)
+            case bridge.Draining():
+                return NodeLeaving(message.reason)
+            case bridge.OpStatus():
+                clean_status(message)
+                return OperationReported(message)
+            case bridge.GovernanceReport():
+                clean_report(message)
+                return GovernanceChanged(message)
+            case bridge.UsageReport():
+                return UsageReported(tuple(message.reports))
+            case bridge.CertificateRequest():
+                return CertificateAsked(message)
+            case bridge.LogTail():
+                clean_log(message)
+                return LogTold(message)
         raise ProtocolError("message not allowed here")
 
     def _take_error(self, message: bridge.WorkerError) -> list[Effect]:

@@ -26,6 +26,7 @@ from runner.report import list_endpoints, list_facts, list_replicas, read_memory
 from runner.session import Instruction
 from runner.telemetry import Telemetry as NodeTelemetry
 from runner.telemetry import open_telemetry
+from runner.telemetry.log import LogRing
 from runner.tls import ServerTls
 from wire import clock
 from wire.bridge import (
@@ -33,6 +34,7 @@ from wire.bridge import (
     CheckpointOffer,
     Draining,
     GovernanceReport,
+    LogQuery,
     ModeChange,
     ModelFacts,
     ModelsUpdate,
@@ -81,6 +83,7 @@ class Runner:
         self._facts: list[ModelFacts] = []
         self._facts_key: list[tuple[object, ...]] | None = None
         self._facts_at = 0.0
+        self._log = LogRing(secrets=(config.token,))
         self.is_leaving = False
 
     @property
@@ -118,6 +121,7 @@ class Runner:
             governance=self.parts.governance.describe(),
             ticket_url=self.parts.tickets.url,
             takes_certificates=self.parts.tls is not None and self.parts.tls.is_from_gateways,
+            tells_log=self._config.tells_log,
         )
 
     async def take_sample(self) -> Telemetry:
@@ -199,6 +203,11 @@ class Runner:
                 self._hear_authorities(link, instruction.certificates)
             case NodeCertificate():
                 self._spawn(self._take_certificate(instruction))
+            case LogQuery() if self._config.tells_log:
+                if (tail := self._log.answer(instruction.query_id)) is not None:
+                    link.post(tail)
+            case LogQuery():
+                log.warning("gateway asks for the log, which the owner keeps here gateway=%s", link.url)
             case _:
                 assert_never(instruction)
 
@@ -305,6 +314,7 @@ class Runner:
     async def run(self, leave: asyncio.Event, hurry: asyncio.Event) -> None:
         """Serve until ``leave`` is set, then finish what runs; ``hurry`` cuts that short. Raises ConfigError."""
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._log.attached())
             parts = assemble(
                 self._config, self._client, on_change=self._models_changed, wakes=self._wakes, engines=self._engines,
                 telemetry_of_node=self._telemetry_of_node,

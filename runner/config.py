@@ -134,6 +134,7 @@ class RunnerConfig:
 
     ``log_level`` None = not given: the settings file may say. ``environment`` is what names limits, weights and engine
     defaults in variables of open-ended names. ``keeps_engine_errors``: the log has what engines say when they fail.
+    ``tells_log``: the control plane may ask for the last lines of that log.
     ``limits``: what the process installs.
     """
 
@@ -156,6 +157,7 @@ class RunnerConfig:
     log_level: str | None
     log_json: bool
     keeps_engine_errors: bool
+    tells_log: bool
     limits: Limits
     environment: Mapping[str, str] = field(repr=False)
 
@@ -186,8 +188,9 @@ The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (d
 QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
 TENANT_WEIGHT_<tenant>, CUDA_VISIBLE_DEVICES, VLLM_MAX_MODEL_LEN, VLLM_GPU_MEMORY_UTILIZATION, VLLM_ENABLE_PREFIX_CACHING,
 LOG_LEVEL, LOG_FORMAT (text or json), ENABLE_METRICS, METRICS_PORT. MUSTER_KEEP_ENGINE_ERRORS (true: the log has what an engine
-says when it refuses or fails, without what it repeats of the request). LLM_POOL_SETTINGS_PATH and LLM_POOL_LOCAL_SETTINGS_PATH
-name the settings files. MUSTER_HUB_ALLOW limits which repositories may be fetched (a comma list of patterns such as org/*).
+says when it refuses or fails, without what it repeats of the request). MUSTER_TELL_LOG (true: operators may ask for its last
+lines). LLM_POOL_SETTINGS_PATH and LLM_POOL_LOCAL_SETTINGS_PATH name the settings files. MUSTER_HUB_ALLOW limits which
+repositories may be fetched (a comma list of patterns such as org/*).
 
 Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation token must prove; 2 unless the next one is set),
 VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens; with OP_TOKEN_LEVEL=0 /etc/safebox/model-api.key when it
@@ -407,6 +410,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         log_level=LOG_LEVELS[log_level] if log_level else None,
         log_json=log_format == "json",
         keeps_engine_errors=options.switch("MUSTER_KEEP_ENGINE_ERRORS", default=True),
+        tells_log=options.switch("MUSTER_TELL_LOG", default=True),
         limits=_read_limits(options),
         environment=dict(env),
     )

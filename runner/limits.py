@@ -108,6 +108,11 @@ class ConnectionLimits:
     available: int = bound(200, "models", "A gateway is told no further names of models that could be loaded.")
     offers: int = bound(64, "offers", "Further offers of policies and checkpoints are dropped, and come again.")
     detail_chars: int = bound(300, "characters", "What is said of a model is cut.")
+    log_warnings: int = bound(500, "lines", "Of the log that the control plane may ask for, older lines from WARNING on go.")
+    log_infos: int = bound(100, "lines", "Of that log, older lines at INFO go.")
+    log_line_chars: int = bound(400, "characters", "A longer line of that log is cut.")
+    log_tail_chars: int = bound(128 * 1024, "characters", "An answer with that log leaves out older lines.")
+    log_pause_s: float = bound(1.0, "s", "A further question for the log within it is not answered.")
     gpu_bytes: int = bound(
         2048 * MIB, "bytes", "An AMD GPU with less is no GPU for models: a processor's, with a piece of main memory."
     )

@@ -17,6 +17,7 @@ from wire.bridge import (
     Cancel,
     CheckpointOffer,
     GracefulShutdown,
+    LogQuery,
     ModelsRefresh,
     NodeAuthorities,
     NodeCertificate,
@@ -173,8 +174,10 @@ class Reply:
 
 
 Effect = Opened | Cancelled | Credited | Reply
-Instruction = OpCommand | OpQuery | PolicyOffer | CheckpointOffer | TicketKeys | UsageTaken | NodeAuthorities | NodeCertificate
-"""What the control plane says about operations, how they are decided, tickets, and certificates."""
+Instruction = (
+    OpCommand | OpQuery | PolicyOffer | CheckpointOffer | TicketKeys | UsageTaken | NodeAuthorities | NodeCertificate | LogQuery
+)
+"""What the control plane says about operations, how they are decided, tickets, and certificates; and its wish for the log."""
 Notice = RegisterAck | Ping | ModelsRefresh | GracefulShutdown | NodeNotice | Instruction
 """A message that this session may be sent, to be acted on as it is."""
 

@@ -360,6 +360,15 @@ class NodeCertificate(Message, tag="node_certificate"):
     error: str = ""
 
 
+class LogQuery(Message, tag="log_query"):
+    """muster v1: asks for the last lines of the node's own log. For nodes that registered ``tells_log``.
+
+    Answered by a ``log_tail`` with the same ``query_id``; a node that was asked a moment ago answers nothing.
+    """
+
+    query_id: str
+
+
 # worker -> server
 
 
@@ -371,6 +380,7 @@ class Register(Message, tag="register"):
     replaced is refused with ``NAME_TAKEN`` while that session lives. ``endpoints`` lists the paths its
     engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``. ``ticket_url``: where clients reach the node's own
     HTTP API with a ticket; empty = it takes none. ``takes_certificates``: it wants one of the internal CA for that URL.
+    ``tells_log``: it answers a ``log_query``; runners of earlier releases, and those whose owner forbids it, do not say so.
     """
 
     worker_name: str = "worker"
@@ -389,6 +399,7 @@ class Register(Message, tag="register"):
     governance: NodeGovernance | None = None
     ticket_url: str = ""
     takes_certificates: bool = False
+    tells_log: bool = False
 
 
 class ResponseChunk(Message, tag="response_chunk"):
@@ -509,6 +520,25 @@ class CertificateRequest(Message, tag="certificate_request"):
     csr: str = ""
 
 
+class LogLine(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One line of a node's log. ``at_ms``: Unix time in milliseconds; ``level``: info, warning, error or critical."""
+
+    at_ms: int
+    level: str
+    text: str
+
+
+class LogTail(Message, tag="log_tail"):
+    """muster v1: the last lines of the runner's own log, the oldest first: no prompts, no credentials, nothing of any file.
+
+    ``left_out``: how many older lines at warning and above the runner has dropped since its start.
+    """
+
+    query_id: str
+    lines: list[LogLine]
+    left_out: int = 0
+
+
 ServerMessage = (
     RegisterAck
     | Request
@@ -525,6 +555,7 @@ ServerMessage = (
     | UsageTaken
     | NodeAuthorities
     | NodeCertificate
+    | LogQuery
 )
 WorkerMessage = (
     Register
@@ -540,6 +571,7 @@ WorkerMessage = (
     | GovernanceReport
     | UsageReport
     | CertificateRequest
+    | LogTail
 )
 
 _encoder = msgspec.json.Encoder()

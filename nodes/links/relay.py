@@ -68,10 +68,35 @@ class RelayLink(Link):
     """
 
     __slots__ = (
-        "_full_bytes", "_kick", "_streams", "applied_row", "credential_id", "epoch", "governance", "has_news",
-        "holds_certificate", "instance_id", "is_end_stored", "link_id", "linked_at", "looking", "mode_stored_at", "named_url",
-        "offered_policy", "offered_size", "outbox", "ping_at", "ping_interval_s", "registered_endpoints", "session",
-        "telemetry", "told_authorities", "told_ticket_keys", "wanted_mode", "write_frame",
+        "_full_bytes",
+        "_kick",
+        "_streams",
+        "applied_row",
+        "credential_id",
+        "epoch",
+        "governance",
+        "has_news",
+        "holds_certificate",
+        "instance_id",
+        "is_end_stored",
+        "link_id",
+        "linked_at",
+        "looking",
+        "mode_stored_at",
+        "named_url",
+        "offered_policy",
+        "offered_size",
+        "outbox",
+        "ping_at",
+        "ping_interval_s",
+        "registered_endpoints",
+        "session",
+        "telemetry",
+        "tells_log",
+        "told_authorities",
+        "told_ticket_keys",
+        "wanted_mode",
+        "write_frame",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +133,8 @@ class RelayLink(Link):
         """Entries of the last audit checkpoint that the node was offered in this session."""
         self.registered_endpoints: tuple[str, ...] = ()
         """API paths of every model whose replicas say nothing else; empty = any."""
+        self.tells_log = False
+        """Whether the node answers a question for its log."""
         self.told_ticket_keys: tuple[str, ...] | None = None
         """The ticket keys that the node knows of, by id; None = it takes no tickets."""
         self.told_authorities: str | None = None
@@ -159,7 +186,7 @@ class RelayLink(Link):
             memory=message.memory,
         )
         self.contexts, self.engines = find_contexts(message.replicas), find_engines(message.replicas)
-        self.governance = message.governance
+        self.governance, self.tells_log = message.governance, message.tells_log
         self.registered_endpoints = tuple(message.endpoints)
         self.endpoints = self.find_endpoints(self.models)
         self.has_news = True

@@ -54,6 +54,8 @@ class Moment:
     temperature_c: float | None
     power_w: float | None
     active_requests: float | None
+    weights_mb: float | None
+    kv_mb: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,19 @@ VALUES ('samples', date_bin(make_interval(secs => %(step)s), statement_timestamp
     ON CONFLICT (name) DO UPDATE SET until = excluded.until WHERE m.until < excluded.until
 RETURNING until
 )
-INSERT INTO nodes_gpusample (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests)
-SELECT g.id, turn.until, g.load_percent, g.vram_used_mb, g.temperature_c, g.power_w, g.active_requests
-  FROM nodes_gpu AS g, turn
+INSERT INTO nodes_gpusample (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests, weights_mb, kv_mb)
+SELECT g.id, turn.until, g.load_percent, g.vram_used_mb, g.temperature_c, g.power_w, g.active_requests, held.weights, held.kv
+  FROM turn, nodes_gpu AS g LEFT JOIN nodes_nodepresence AS p USING (node_id)
+ CROSS JOIN LATERAL (
+       -- A replica over several GPUs is taken to hold as much on each; one that names none is on the node's only GPU.
+       SELECT sum((r ->> 'weights_mb')::float8 / each_of.n) AS weights, sum((r ->> 'kv_mb')::float8 / each_of.n) AS kv
+         FROM jsonb_array_elements(CASE jsonb_typeof(p.replicas) WHEN 'array' THEN p.replicas ELSE '[]' END) AS r
+        CROSS JOIN LATERAL (SELECT GREATEST(jsonb_array_length(
+              CASE jsonb_typeof(r -> 'gpus') WHEN 'array' THEN r -> 'gpus' ELSE '[]' END), 1)) AS each_of (n)
+        WHERE jsonb_typeof(r -> 'weights_mb') = 'number' AND COALESCE(jsonb_typeof(r -> 'kv_mb'), 'number') = 'number'
+          AND r ->> 'device' IS DISTINCT FROM 'cpu'
+          AND (r -> 'gpus' @> to_jsonb(g.index) OR (NOT r ? 'gpus' AND NOT EXISTS (
+               SELECT FROM nodes_gpu AS o WHERE o.node_id = g.node_id AND o.id <> g.id AND o.gone_at IS NULL)))) AS held
  WHERE g.gone_at IS NULL AND g.last_seen_at > statement_timestamp() - make_interval(secs => %(heard)s)
     ON CONFLICT DO NOTHING
 """
@@ -82,9 +94,9 @@ WITH turn AS (
 SELECT COALESCE((SELECT until FROM nodes_sweepmark WHERE name = %(name)s FOR UPDATE), '-infinity') AS begins_at,
        date_bin(make_interval(secs => %(step)s), statement_timestamp(), '2000-01-01 00:00:00+00') AS ends_at
 ), summed AS (
-INSERT INTO {table} (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests)
+INSERT INTO {table} (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests, weights_mb, kv_mb)
 SELECT gpu_id, date_bin(make_interval(secs => %(step)s), at, '2000-01-01 00:00:00+00') AS starts_at,
-       avg(load_percent), avg(vram_used_mb), avg(temperature_c), avg(power_w), avg(active_requests)
+       avg(load_percent), avg(vram_used_mb), avg(temperature_c), avg(power_w), avg(active_requests), avg(weights_mb), avg(kv_mb)
   FROM {source}, turn
  WHERE at >= turn.begins_at AND at < turn.ends_at
  GROUP BY gpu_id, starts_at

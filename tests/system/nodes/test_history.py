@@ -18,7 +18,7 @@ from governance.admin_tokens import create_admin_token
 from nodes.models import Gpu, GpuMinute, GpuSample, GpuTenMinutes, SweepMark, read_clock
 from nodes.services.gpus import follow_gpus
 from nodes.services.history import History, Moment, Span, draw_history, read_history, roll_up_history, sample_gpus
-from tests.fakes.nodes import ACTOR, make_node, make_presence
+from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
 
 pytestmark = pytest.mark.django_db
 
@@ -49,6 +49,26 @@ def test_a_gpu_that_is_heard_has_one_sample_for_each_step(gpu: Gpu) -> None:
     SweepMark.objects.update(until=F("until") - timedelta(seconds=10))
     GpuSample.objects.all().delete()
     assert sample_gpus() == 1
+
+
+def test_what_weights_and_caches_take_is_sampled_for_the_gpu_that_they_are_on() -> None:
+    named = [{"index": number, "name": "NVIDIA L4", "memory_total_mb": 1_000} for number in (0, 1)]
+    models = [
+        {"model": "a", "state": "loaded", "weights_mb": 200, "kv_mb": 50, "gpus": [0]},
+        {"model": "b", "state": "loaded", "weights_mb": 100, "gpus": [0, 1]},
+        {"model": "c", "state": "loaded", "weights_mb": 900, "kv_mb": 9, "device": "cpu"},
+        {"model": "d", "state": "loaded", "weights_mb": "many", "gpus": [1]},
+    ]
+    make_presence(make_node(), gpus=named, replicas=models)
+    alone = make_node("alone", credential=make_credential("alone")[0])
+    make_presence(alone, gpus=named[:1], replicas=[{"model": "a", "state": "loaded", "weights_mb": 7, "kv_mb": 1}])
+    make_presence(make_node("odd", credential=make_credential("odd")[0]), gpus=named[:1], replicas={"odd": 1})
+    follow_gpus()
+    assert sample_gpus() == 4
+    held = {one.gpu_id: (one.weights_mb, one.kv_mb) for one in GpuSample.objects.all()}
+    assert [held[gpu.pk] for gpu in Gpu.objects.order_by("node__name", "index")] == [
+        (7.0, 1.0), (250.0, 50.0), (50.0, None), (None, None),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("silent", [{"gone_at": F("last_seen_at")}, {"last_seen_at": F("last_seen_at") - timedelta(minutes=1)}])
@@ -102,7 +122,7 @@ def test_a_chart_breaks_where_nothing_was_reported_and_has_a_bounded_number_of_p
     now = read_clock()
 
     def at(ago_s: float, load: float | None = 50.0) -> Moment:
-        return Moment(now - timedelta(seconds=ago_s), load, 500.0, None, None, None)
+        return Moment(now - timedelta(seconds=ago_s), load, 500.0, *(None,) * 5)
 
     moments = (at(100), at(90), at(20), at(10, None))
     chart = draw_history(History(Span.HOURS, 10.0, moments), now=now, vram_mb=1_000)
