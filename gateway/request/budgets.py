@@ -423,11 +423,17 @@ class Budgets:
             await self._ask(lacking, is_again=tries > 0)
 
     def _give_up(self, lacking: Sequence[tuple[Share, int]], tries: int) -> None:
-        """Raise BudgetExhausted where gateways hold the budget; after twice as many tries BudgetUnknown elsewhere."""
+        """Raise BudgetExhausted where gateways used the budget up, or after twice as many tries where they hold on to it.
+
+        BudgetUnknown after as many where nobody said so.
+        """
         recent = clock.monotonic() - 2 * self._limits.budget_round_s
+        is_last = tries >= 2 * self._limits.budget_tries
         if lacking and all(share.is_begun and share.asked_at >= recent for share, _ in lacking):
-            raise self._say_exhausted(*lacking[0])
-        if tries >= 2 * self._limits.budget_tries:
+            # What another gateway holds and does not use comes back with its next round, later where its dealer changes.
+            if is_last or any(amount > share.possible for share, amount in lacking):
+                raise self._say_exhausted(*lacking[0])
+        elif is_last:
             raise self._say_unknown(lacking)
 
     def _find_share(self, owned: OwnedBudget) -> Share:
