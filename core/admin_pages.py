@@ -21,8 +21,11 @@ from django.forms.widgets import Script
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
+from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 from django.views.decorators.cache import never_cache
 from unfold.admin import ModelAdmin
 from unfold.decorators import display
@@ -37,6 +40,8 @@ Row = Any
 Method = TypeVar("Method", bound=Callable[..., object])
 Values = Mapping[str, Any]
 """Cleaned data of a form."""
+Text = str | Promise
+"""What a page says; a promise is said in the language of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,8 @@ class RowChange:
     """
 
     name: str
-    label: str
-    explanation: str
+    label: Text
+    explanation: Text
     run: Callable[[Row, str, Values], str]
     is_offered: Callable[[Row], bool] = lambda row: True
     form: type[forms.Form] | None = None
@@ -79,7 +84,7 @@ class RowChange:
 class NextStep:
     """What to do with something that was just made. ``command``: can be pasted into a shell as it stands; ``url``: a page."""
 
-    text: str
+    text: Text
     command: str = ""
     url: str = ""
 
@@ -90,7 +95,7 @@ class Created:
 
     row: models.Model
     secret: str = ""
-    usage: str = ""
+    usage: Text = ""
     steps: tuple[NextStep, ...] = ()
 
 
@@ -98,13 +103,13 @@ class Created:
 class ChangeLink:
     """A change as a page offers it."""
 
-    label: str
+    label: Text
     url: str
     is_danger: bool
 
 
 def column(
-    description: str, *, ordering: str | None = None, label: Mapping[str, str] | None = None
+    description: Text, *, ordering: str | None = None, label: Mapping[str, str] | None = None
 ) -> Callable[[Method], Method]:
     """Mark a method of an admin class as a column. ``label`` maps its text to the colour of a badge."""
 
@@ -129,14 +134,14 @@ class RowList(ChangeList):  # type: ignore[misc]  # Unfold ships no types
                 # Some lookups convert their value only here, on the way to the database.
                 rows.query.get_compiler(rows.db).as_sql()
         except ValueError as error:
-            raise BadRequest("A filter in the address has a value that it cannot take. Remove it and try again.") from error
+            raise BadRequest(_("A filter in the address has a value that it cannot take. Remove it and try again.")) from error
         return rows
 
 
 class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
     """Answers 404 for a row that is not there."""
 
-    removed_because: ClassVar[str] = "It may have been removed."
+    removed_because: ClassVar[Text] = gettext_lazy("It may have been removed.")
     """Why there may be none, as a sentence."""
 
     def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RowList]:
@@ -144,7 +149,10 @@ class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
 
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> HttpResponse:  # Any: untyped
         # Django's own would lead to the first page, as if nothing had been asked.
-        raise Http404(f"There is no {opts.verbose_name} {unquote(object_id)}. {self.removed_because}")
+        raise Http404(
+            _('There is no %(kind)s "%(id)s". %(reason)s')
+            % {"kind": opts.verbose_name, "id": unquote(object_id), "reason": self.removed_because}
+        )
 
     def render_page(self, request: HttpRequest, template: str, context: Mapping[str, Any]) -> TemplateResponse:  # Any: Django's
         whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
@@ -157,9 +165,9 @@ class ShowingAdmin(FindingAdmin):
     row_changes: ClassVar[Sequence[RowChange]] = ()
     is_live: ClassVar[bool] = False
     """Whether an open list is kept current. Its ages are true either way: the list says as of when."""
-    empty_words: ClassVar[str] = ""
+    empty_words: ClassVar[Text] = ""
     """What the rows are for, shown while there is none, as a sentence; and where the first comes from."""
-    empty_link: ClassVar[tuple[str, str] | None] = None
+    empty_link: ClassVar[tuple[Text, str] | None] = None
     """Label and name of the URL that leads to the first row, where it is not this list's own *Add*."""
     actions = None
     list_filter_submit = True
@@ -252,7 +260,10 @@ class ShowingAdmin(FindingAdmin):
             raise Http404
         back_url = reverse(f"admin:{self._url_name('change')}", args=[row.pk])
         if not change.is_offered(row):
-            messages.warning(request, f"{change.label}: nothing to do, {row} has changed in the meantime.")
+            messages.warning(
+                request,
+                _("%(change)s: nothing to do. %(row)s has changed in the meantime.") % {"change": change.label, "row": row},
+            )
             return HttpResponseRedirect(back_url)
         sent = request.POST if request.method == "POST" else None
         form = (change.form or forms.Form)(sent, initial=dict(change.read_initial(row)))
@@ -260,7 +271,7 @@ class ShowingAdmin(FindingAdmin):
             return HttpResponseRedirect(reverse(f"admin:{self._url_name('changelist')}") if change.removes_row else back_url)
         offer = change.find_offer(row, form.cleaned_data) if needs_approval(form) else None
         context = {
-            "title": f"{change.label}: {row}?",
+            "title": _("%(change)s: %(row)s?") % {"change": change.label, "row": row},
             "explanation": change.explanation,
             "button": change.label,
             "is_danger": change.is_danger,
@@ -290,8 +301,8 @@ class CreatingAdmin(ShowingAdmin):
     """Shows rows, and makes new ones through a service (``create``) from the fields of ``create_form``."""
 
     create_form: ClassVar[type[forms.Form]]
-    create_title: ClassVar[str]
-    create_explanation: ClassVar[str] = ""
+    create_title: ClassVar[Text]
+    create_explanation: ClassVar[Text] = ""
 
     def create(self, actor: str, values: Values) -> Created:
         """Call the service with the cleaned values of ``create_form``. May raise ContractError."""
@@ -325,14 +336,14 @@ class CreatingAdmin(ShowingAdmin):
             context = {
                 "title": self.create_title,
                 "explanation": self.create_explanation,
-                "button": "Create",
+                "button": _("Create"),
                 "form": form,
                 "back_url": list_url,
                 "offer": self.find_offer(form.cleaned_data) if needs_approval(form) else None,
             }
             return self.render_page(request, "admin/muster/confirm.html", context)
         if not created.secret:
-            messages.success(request, f"Created {created.row}.")
+            messages.success(request, _("Created %(row)s.") % {"row": created.row})
             return HttpResponseRedirect(list_url)
         page = {"title": f"{created.row}", "secret": created.secret, "usage": created.usage, "steps": created.steps}
         response = self.render_page(request, "admin/muster/secret.html", {**page, "back_url": list_url})

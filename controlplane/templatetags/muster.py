@@ -54,12 +54,6 @@ def duration(seconds: float) -> str:
     return print_duration(seconds)
 
 
-@register.filter
-def with_article(noun: str) -> str:
-    """Return a noun behind its article: a node, an API key."""
-    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
-
-
 def print_duration(duration_s: float) -> str:
     for size, unit in _UNITS:
         if duration_s >= 2 * size:

@@ -7,9 +7,9 @@ for (const button of document.querySelectorAll("[data-copy]")) {
         getSelection().selectAllChildren(source);
         try {
             await navigator.clipboard.writeText(source.textContent);
-            button.textContent = "Copied";
+            button.textContent = button.dataset.copied;
         } catch {
-            button.textContent = "Selected: press Ctrl+C";
+            button.textContent = button.dataset.selected;
         }
     });
 }

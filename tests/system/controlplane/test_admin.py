@@ -304,6 +304,7 @@ PUBLIC = {
     "sign-in/", "sign-in/passkey/options", "sign-in/passkey", "sign-in/out", "admin/login/", "admin/logout/",
     *(f"sign-in/invitation/<str:token>{part}" for part in ("", "/options", "/passkey")),  # the invitation is the credential
     "admin/jsi18n/",  # words of Django's own scripts
+    "language",  # sets a cookie
 }  # fmt: skip
 """Routes that answer whoever asks."""
 WAYS_IN = ("/sign-in/", "/admin/login/")
