@@ -31,7 +31,8 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
         from controlplane.overview import RANGES, read_overview, read_traffic
 
         ranges = [(name, title) for name, (title, _) in RANGES.items()]
-        own = {"overview": read_overview(), "traffic": read_traffic(request.GET.get("range", "")), "ranges": ranges}
+        traffic = read_traffic(request.GET.get("range", ""))
+        own = {"overview": read_overview(), "traffic": traffic, "ranges": ranges, "range": traffic.range}
         response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
         return response
 
@@ -40,13 +41,6 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
         from governance.signin import may_act
 
         return may_act(request)
-
-    def search(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
-        """Show what the search of every page finds for ``?s=``, as a part of a page. Nothing is remembered: rows change."""
-        from controlplane.navigation import find_entries
-
-        context = {"results": find_entries(request, request.GET.get("s", "")), **(extra_context or {})}
-        return TemplateResponse(request, "unfold/helpers/command_results.html", context)
 
     @method_decorator(login_not_required)
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:

@@ -1,79 +1,180 @@
-"""The sidebar and the search of the admin. Each entry shows only to operators who may look at what it leads to."""
+"""The console's navigation: nine entries, the tabs of each, where a page stands in them, and what the search finds.
+
+``ENTRIES`` is the one table of all pages. Who may not see a page finds neither its tab nor an entry without tabs.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Any
 
 from django.apps import apps
 from django.contrib import admin
-from django.http import HttpRequest
+from django.contrib.auth.decorators import login_required
+from django.db.models import Model
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import render
 from django.urls import reverse
+from django.utils.functional import Promise
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+from django.views.decorators.http import require_safe
 
-from controlplane.playground.keys import may_play
 from core.limits import limits
 from core.models import User
 from governance.operations.queries import count_waiting_for
 
+Words = str | Promise
 
-class Item(TypedDict):
-    """One entry, as Unfold reads it."""
 
-    title: str
+@dataclass(frozen=True, slots=True)
+class Tab:
+    """One page of an entry.
+
+    ``name``: of a URL (``approvals:inbox``), or of an admin model (``nodes.node``), whose every page is then the tab's.
+    ``needs``: any of these permissions; an admin model needs that its rows may be seen or changed. ``is_for_all``: also for
+    people who are not staff, such as approvers. ``others``: names of more URLs of the tab.
+    """
+
+    label: Words
     icon: str
-    link: str
-    badge: NotRequired[int]
+    name: str
+    needs: tuple[str, ...] = ()
+    is_for_all: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return reverse(self._view)
+
+    @property
+    def _view(self) -> str:
+        return f"admin:{self.name.replace('.', '_')}_changelist" if self._is_model else self.name
+
+    @property
+    def _is_model(self) -> bool:
+        return ":" not in self.name
+
+    def is_for(self, request: HttpRequest) -> bool:
+        if not self.is_for_all and not getattr(request.user, "is_staff", False):
+            return False
+        app, _dot, model = self.name.partition(".")
+        needs = (f"{app}.view_{model}", f"{app}.change_{model}") if self._is_model else self.needs
+        return not needs or any(request.user.has_perm(name) for name in needs)
+
+    def is_front(self, view: str) -> bool:
+        return view == self._view
+
+    def holds(self, view: str) -> bool:
+        """Return whether the page of this name belongs to the tab."""
+        if self._is_model:
+            return view.startswith(f"admin:{self.name.replace('.', '_')}_")
+        return view in (self.name, *self.others)
 
 
-class Group(TypedDict):
-    title: str
-    separator: bool
-    items: list[Item]
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the sidebar; ``count``: how much waits there for the person."""
+
+    label: Words
+    icon: str
+    tabs: tuple[Tab, ...]
+    count: Callable[[HttpRequest], int] | None = None
 
 
-PAGES = {
-    "Fleet": (
-        ("Nodes", "dns", "nodes", "node"),
-        ("GPUs", "memory", "nodes", "gpu"),
-        ("Node credentials", "badge", "nodes", "nodecredential"),
-        ("Providers", "hub", "nodes", "provider"),
-    ),
-    "Gateway": (
-        ("Models", "deployed_code", "gateway", "model"),
-        ("Model aliases", "alt_route", "gateway", "modelalias"),
-        ("Requests", "receipt_long", "gateway", "requestrecord"),
-        ("Stored responses", "forum", "gateway", "storedresponse"),
-        ("API keys", "key", "gateway", "apikey"),
-        ("Tenants", "apartment", "gateway", "tenant"),
-        ("Gateway processes", "lan", "gateway", "gatewayprocess"),
-    ),
-    "Governance": (
-        ("Operators", "group", "controlplane", "user"),
-        ("Admin tokens", "vpn_key", "governance", "admintoken"),
-        ("Webhooks", "webhook", "governance", "webhookendpoint"),
-        ("Audit", "history", "governance", "auditevent"),
-    ),
-}
-"""Heading → (title, icon, app, model) of its entries."""
+def count_approvals(request: HttpRequest) -> int:
+    return count_waiting_for(request.user) if isinstance(request.user, User) else 0
+
+
+SEE_MODELS = ("gateway.view_model", "gateway.change_model")
+
+ENTRIES = (
+    Entry(gettext_lazy("Overview"), "space_dashboard", (
+        Tab(gettext_lazy("Overview"), "space_dashboard", "admin:index"),
+    )),
+    Entry(gettext_lazy("Nodes"), "dns", (
+        Tab(gettext_lazy("Nodes"), "dns", "nodes.node"),
+        Tab(gettext_lazy("GPUs"), "memory", "nodes.gpu"),
+        Tab(gettext_lazy("Providers"), "hub", "nodes.provider"),
+    )),
+    Entry(gettext_lazy("Models"), "deployed_code", (
+        Tab(gettext_lazy("Models"), "deployed_code", "gateway.model"),
+        Tab(gettext_lazy("Aliases"), "alt_route", "gateway.modelalias"),
+    )),
+    Entry(gettext_lazy("Requests"), "receipt_long", (
+        Tab(gettext_lazy("Requests"), "receipt_long", "gateway.requestrecord"),
+        Tab(gettext_lazy("Stored responses"), "forum", "gateway.storedresponse"),
+    )),
+    Entry(gettext_lazy("Playground"), "chat", (
+        Tab(gettext_lazy("Playground"), "chat", "playground:page", SEE_MODELS),
+    )),
+    Entry(gettext_lazy("Approvals"), "approval", (
+        Tab(gettext_lazy("Approvals"), "approval", "approvals:inbox", is_for_all=True,
+            others=("approvals:operation", "approvals:propose", "approvals:claim")),
+        Tab(gettext_lazy("History"), "history", "approvals:history", is_for_all=True),
+        Tab(gettext_lazy("Policy"), "policy", "approvals:policy", is_for_all=True,
+            others=("approvals:draft_policy", "approvals:freeze")),
+    ), count_approvals),
+    Entry(gettext_lazy("Access"), "key", (
+        Tab(gettext_lazy("API keys"), "key", "gateway.apikey"),
+        Tab(gettext_lazy("Tenants"), "apartment", "gateway.tenant"),
+        Tab(gettext_lazy("People"), "group", "controlplane.user"),
+        Tab(gettext_lazy("Groups"), "groups", "auth.group"),
+        Tab(gettext_lazy("Admin tokens"), "vpn_key", "governance.admintoken"),
+        Tab(gettext_lazy("Node credentials"), "badge", "nodes.nodecredential"),
+        Tab(gettext_lazy("Webhooks"), "webhook", "governance.webhookendpoint"),
+    )),
+    Entry(gettext_lazy("System"), "monitor_heart", (
+        Tab(gettext_lazy("Gateways"), "lan", "gateway.gatewayprocess"),
+        Tab(gettext_lazy("Audit"), "fact_check", "governance.auditevent"),
+    )),
+)  # fmt: skip
 
 
 FOUND_ROWS = (
-    ("Node", "dns", "nodes", "node"),
-    ("GPU", "memory", "nodes", "gpu"),
-    ("Model", "deployed_code", "gateway", "model"),
-    ("Model alias", "alt_route", "gateway", "modelalias"),
-    ("API key", "key", "gateway", "apikey"),
-    ("Tenant", "apartment", "gateway", "tenant"),
-    ("Operator", "group", "controlplane", "user"),
-    ("Request", "receipt_long", "gateway", "requestrecord"),
+    (gettext_lazy("Node"), "dns", "nodes", "node"),
+    (gettext_lazy("GPU"), "memory", "nodes", "gpu"),
+    (gettext_lazy("Model"), "deployed_code", "gateway", "model"),
+    (gettext_lazy("Model alias"), "alt_route", "gateway", "modelalias"),
+    (gettext_lazy("API key"), "key", "gateway", "apikey"),
+    (gettext_lazy("Tenant"), "apartment", "gateway", "tenant"),
+    (gettext_lazy("Person"), "group", "controlplane", "user"),
+    (gettext_lazy("Request"), "receipt_long", "gateway", "requestrecord"),
 )
 """(kind, icon, app, model) of the rows that the search finds, in its order."""
 _REQUEST_ID = re.compile(r"(req_)?[0-9a-z-]{6,36}")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Link:
+    """A way to a page as the shell shows it. ``current``: as ``aria-current`` says it, "" = elsewhere."""
+
+    label: Words
+    url: str = ""
+    icon: str = ""
+    current: str = ""
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """What stands around a page.
+
+    ``crumbs``: the way to it, the page itself last. ``title``: its name for the browser's tab; ``name``: of its entry.
+    """
+
+    entries: tuple[Link, ...] = ()
+    tabs: tuple[Link, ...] = ()
+    crumbs: tuple[Link, ...] = ()
+    heading: Words = ""
+    title: Words = ""
+    name: Words = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
     """One thing that the search found. ``kind``: what it is, for people."""
 
     title: str
@@ -82,45 +183,86 @@ class Entry:
     icon: str
 
 
-def build_sidebar(request: HttpRequest) -> list[Group]:
-    overview = Item(title="Overview", icon="space_dashboard", link=reverse("admin:index"))
-    groups = [Group(title="", separator=False, items=[overview, _link_approvals(request)])]
-    playground = Item(title="Playground", icon="chat", link=reverse("playground:page"))
-    for title, pages in PAGES.items():
-        items = [playground] if title == "Gateway" and may_play(request) else []
-        items += [
-            Item(title=name, icon=icon, link=reverse(f"admin:{app}_{model}_changelist"))
-            for name, icon, app, model in pages
-            if request.user.has_perm(f"{app}.view_{model}") or request.user.has_perm(f"{app}.change_{model}")
-        ]
-        if items:
-            groups.append(Group(title=title, separator=True, items=items))
-    return groups
+def read_shell(request: HttpRequest | None, page: Mapping[str, Any]) -> Shell:
+    """Return what stands around a page; ``page``: its template context, of which the title and the row are read."""
+    title = str(page.get("title") or "")
+    if request is None or not getattr(getattr(request, "user", None), "is_authenticated", False):
+        return Shell(heading=title, title=title)
+    view = request.resolver_match.view_name if request.resolver_match is not None else ""
+    entries: list[Link] = []
+    place: _Place | None = None
+    for entry in ENTRIES:
+        visible = [tab for tab in entry.tabs if tab.is_for(request)]
+        if not visible:
+            continue
+        here = next((tab for tab in visible if tab.holds(view)), None)
+        count = entry.count(request) if entry.count is not None else 0
+        current = "" if here is None else "page" if here.is_front(view) else "true"
+        entries.append(Link(entry.label, visible[0].url, entry.icon, current, count))
+        if here is not None:
+            place = _Place(entry, visible, here, current)
+    row = page.get("original")
+    heading = str(row) if isinstance(row, Model) else title
+    if place is None:
+        crumbs = (Link(heading),) if heading else ()
+        return Shell(tuple(entries), crumbs=crumbs, heading=heading, title=heading)
+    return place.show(tuple(entries), heading)
 
 
-def find_entries(request: HttpRequest, text: str) -> list[Entry]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a page stands: the tab ``here`` of an entry. ``current``: as of ``Link``, "page" is the tab's own page."""
+
+    entry: Entry
+    visible: Sequence[Tab]
+    here: Tab
+    current: str
+
+    def show(self, entries: tuple[Link, ...], heading: str) -> Shell:
+        tabs = tuple(Link(tab.label, tab.url, tab.icon, self.current if tab is self.here else "") for tab in self.visible)
+        name, label, is_front = str(self.entry.label), str(self.here.label), self.current == "page"
+        crumbs = [Link(name, self.visible[0].url)]
+        if label != name:
+            crumbs.append(Link(label, self.here.url))
+        if not is_front and heading:
+            crumbs.append(Link(heading))
+        return Shell(
+            entries,
+            tabs if len(tabs) > 1 else (),
+            (*crumbs[:-1], Link(crumbs[-1].label)),
+            heading=label if is_front else heading,
+            title=label if is_front or not heading else f"{heading} | {label}",
+            name=name,
+        )
+
+
+def find_entries(request: HttpRequest, text: str) -> list[Found]:
     """Return the pages whose title holds ``text``, then rows that the lists find for it; one query for each kind of row."""
     term = text.replace("\x00", "").strip()[: limits().console.search_chars]
     asked = term.lower()
     if not asked:
         return []
-    items = [item for group in build_sidebar(request) for item in group["items"]]
-    found = [Entry(item["title"], "Page", item["link"], item["icon"]) for item in items if asked in item["title"].lower()]
+    tabs = [tab for entry in ENTRIES for tab in entry.tabs if asked in str(tab.label).lower() and tab.is_for(request)]
+    found = [Found(str(tab.label), _("Page"), tab.url, tab.icon) for tab in tabs]
     for kind, icon, app, model in FOUND_ROWS:
         # Requests are many, and words other than an id would be searched in all of them.
-        if kind == "Request" and not _REQUEST_ID.fullmatch(asked):
+        if model == "requestrecord" and not _REQUEST_ID.fullmatch(asked):
             continue
         listing = admin.site.get_model_admin(apps.get_model(app, model))
         if not listing.has_view_permission(request):
             continue
-        rows, _ = listing.get_search_results(request, listing.get_queryset(request), term)
+        rows, _is_distinct = listing.get_search_results(request, listing.get_queryset(request), term)
         page = f"admin:{app}_{model}_change"
-        found += [Entry(str(row), kind, reverse(page, args=[row.pk]), icon) for row in rows[: limits().console.search_rows]]
+        shown = rows[: limits().console.search_rows]
+        found += [Found(str(row), str(kind), reverse(page, args=[row.pk]), icon) for row in shown]
     return found
 
 
-def _link_approvals(request: HttpRequest) -> Item:
-    """Return the way to the approval pages, with how many operations wait for the operator."""
-    waiting = count_waiting_for(request.user) if isinstance(request.user, User) else 0
-    entry = Item(title="Approvals", icon="approval", link=reverse("approvals:inbox"))
-    return Item(**entry, badge=waiting) if waiting else entry
+@require_safe
+@login_required
+def show_found(request: HttpRequest) -> HttpResponse:
+    """Answer with what the palette finds for ``?s=``, as a part of a page. Nothing is remembered: rows change."""
+    found = {"results": find_entries(request, request.GET.get("s", ""))}
+    response = render(request, "unfold/helpers/command_results.html", found)
+    response["Cache-Control"] = "no-store"
+    return response

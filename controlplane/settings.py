@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from django.templatetags.static import static
-
 from controlplane.env import (
     read_bool,
     read_choice,
@@ -330,34 +328,11 @@ NODE_MODEL_FIT = "gateway.services.compatibility.explain_misfit"
 # Who knows what gateways still run on a draining node.
 NODE_DRAIN_FACTS = "gateway.services.requests.read_drain_facts"
 
+# What templates/admin says of the skin is not said here: colours are in shell.css, the sidebar is controlplane.navigation.
 UNFOLD = {
     "SITE_TITLE": "Muster",
     "SITE_HEADER": "Muster",
-    "SITE_SUBHEADER": "Control plane",
-    "SITE_SYMBOL": "hub",
     "SITE_URL": None,
-    "SITE_FAVICONS": [{"rel": "icon", "type": "image/svg+xml", "href": lambda request: static("muster/favicon.svg")}],
     "SHOW_HISTORY": False,
     "SHOW_VIEW_ON_SITE": False,
-    "STYLES": [
-        lambda request: static("muster/vendor/uplot.css"),
-        lambda request: static("muster/chart.css"),
-        lambda request: static("muster/admin.css"),
-    ],
-    "SIDEBAR": {"navigation": "controlplane.navigation.build_sidebar", "show_search": True},
-    "COLORS": {
-        "primary": {
-            "50": "oklch(97.1% .014 187)",
-            "100": "oklch(94.3% .04 187)",
-            "200": "oklch(89% .075 187)",
-            "300": "oklch(82% .1 187)",
-            "400": "oklch(74% .115 187)",
-            "500": "oklch(65% .11 187)",
-            "600": "oklch(54% .095 188)",
-            "700": "oklch(46% .08 189)",
-            "800": "oklch(39% .065 190)",
-            "900": "oklch(34% .052 191)",
-            "950": "oklch(25% .04 192)",
-        }
-    },
 }

@@ -16,6 +16,7 @@ from django.views.generic import RedirectView
 from django.views.i18n import set_language
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
+from controlplane.navigation import show_found
 from core.db.base import WaitLimit, limit_waits
 from core.hints import read_unreadable
 from core.limits import limits
@@ -48,6 +49,7 @@ def look_at_database() -> str:
 urlpatterns: list[URLPattern | URLResolver] = [
     path("", RedirectView.as_view(pattern_name="admin:index")),
     path("admin", RedirectView.as_view(pattern_name="admin:index")),
+    path("admin/search/", show_found, name="palette"),
     path("admin/playground/", include("controlplane.playground.views")),
     path("admin/", admin.site.urls),
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),

@@ -17,6 +17,7 @@ from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
 
+from controlplane.navigation import SEE_MODELS
 from controlplane.playground.asks import TENANT_FIELD, AskRefused, SignedOut
 from core.admin_pages import name_actor
 from core.limits import limits
@@ -26,7 +27,6 @@ from gateway.services.tenants import find_tenant
 from wire import clock
 from wire.credentials import derive_cipher
 
-SEE_MODELS = ("gateway.view_model", "gateway.change_model")
 ADD_KEY = "gateway.add_apikey"
 VIEW_RECORD = "gateway.view_requestrecord"
 

@@ -162,9 +162,12 @@ def read_history(*, before: datetime | None, limit: int) -> list[OperationSummar
 
 
 def count_waiting_for(user: User) -> int:
-    """Return how many operations wait for this person."""
-    pending, name = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()), user.get_username()
-    return sum(o.requested_by != name and _may_decide(o, name) for o in _list_newest(pending, limits().governance.page_rows))
+    """Return how many operations wait for this person. One query: every page asks."""
+    name = user.get_username()
+    decided = Decision.objects.filter(operation=OuterRef("pk"), person_name=name, withdrawn_at=None)
+    pending = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now())
+    others = pending.exclude(Exists(decided)).exclude(requested_by=name).select_related("policy", "adopts")
+    return sum(_is_named(operation, name) for operation in others.order_by("-requested_at")[: limits().governance.page_rows])
 
 
 def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
@@ -218,6 +221,10 @@ def _may_decide(operation: Operation, name: str) -> bool:
     """Whether a person is asked: named by the policy (or the one that is to follow), and not decided yet."""
     if any(d.person_name == name and d.withdrawn_at is None for d in operation.decisions.all()):
         return False
+    return _is_named(operation, name)
+
+
+def _is_named(operation: Operation, name: str) -> bool:
     if name in operation.policy.read_policy().groups:
         return True
     return operation.adopts is not None and name in operation.adopts.read_policy().groups

@@ -35,6 +35,7 @@ STRICT_POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
+        "font-src 'self'",
         "img-src 'self' data:",
         "connect-src 'self'",
         "form-action 'self'",
@@ -43,7 +44,7 @@ STRICT_POLICY = "; ".join(
     )
 )
 """No inline script, no inline style, nothing of anybody else: what is read there is signed there."""
-POLICY = STRICT_POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'; font-src 'self'")
+POLICY = STRICT_POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 ADMIN_POLICY = POLICY.replace("script-src 'self'", "script-src 'self' 'unsafe-eval'")
 """For the admin alone: Alpine, which its skin is built on, compiles its expressions. No inline script runs there either."""
 STRICT_PATHS = ("/approvals/", "/sign-in/")

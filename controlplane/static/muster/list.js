@@ -1,6 +1,7 @@
 // Keeps a list current: asks for its page again and changes cells where they stand. Rows come, go and move only while nobody has
 // a hand on them: on a first page without search and filter that nobody points at, types into or selects from.
 import { parse, update, updateChildren } from "./live.js";
+import { mayChange, offerPause } from "./refresh.js";
 import { watch } from "./silence.js";
 
 const EVERY_MS = 5000;
@@ -53,7 +54,7 @@ if (document.getElementById("list-as-of")) {
     const silence = watch();
     let isLooking = false;
     const look = async () => {
-        if (isLooking || document.hidden) {
+        if (isLooking || document.hidden || !mayChange()) {
             return;
         }
         isLooking = true;
@@ -73,5 +74,6 @@ if (document.getElementById("list-as-of")) {
         }
     };
     setInterval(look, EVERY_MS);
+    offerPause(look);
     document.addEventListener("visibilitychange", look);
 }

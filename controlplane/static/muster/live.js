@@ -1,4 +1,5 @@
 // What pages that follow something share: a socket that comes back by itself, and a change of a page that leaves the rest alone.
+import { mayChange, offerPause } from "./refresh.js";
 import { watch } from "./silence.js";
 
 const LONGEST_PAUSE_MS = 30000;
@@ -8,12 +9,21 @@ export const follow = (path, take) => {
     const scheme = location.protocol === "https:" ? "wss:" : "ws:";
     const silence = watch();
     let pauseMs = 1000;
+    let last = null;
+    const show = () => {
+        if (last !== null && mayChange()) {
+            take(last);
+            last = null;
+        }
+    };
+    offerPause(show);
     const connect = () => {
         const socket = new WebSocket(`${scheme}//${location.host}${path}`);
         socket.addEventListener("message", (event) => {
             pauseMs = 1000;
             silence.heard();
-            take(JSON.parse(event.data));
+            last = JSON.parse(event.data);
+            show();
         });
         socket.addEventListener("close", (event) => {
             if (silence.ended(event.code)) {

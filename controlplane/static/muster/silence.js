@@ -1,4 +1,6 @@
 // Says on a page that follows something when it is not current: nothing has come for a while, or its reader may not look.
+import { mayChange } from "./refresh.js";
+
 // By close codes that end a socket for good: what the reader is told, and how they go on.
 const ENDS = new Map([
     [4401, ["you were signed out at", "Sign in again"]],
@@ -20,7 +22,7 @@ export const watch = () => {
         if (isOver) {
             return;
         }
-        const isSilent = Date.now() - heardAt.getTime() >= SILENT_AFTER_MS;
+        const isSilent = mayChange() && Date.now() - heardAt.getTime() >= SILENT_AFTER_MS;
         const text = `Not live: nothing has come from the control plane since ${heardAt.toLocaleTimeString()}. What you see may be old.`;
         const said = isSilent ? text : "";
         if (note.textContent !== said) {

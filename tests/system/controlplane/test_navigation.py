@@ -1,0 +1,97 @@
+"""What stands around every page: entries, tabs and the way to the page, for who may see them; and what that costs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from django.contrib.auth.models import Permission
+from django.db import connection
+from django.http import HttpRequest
+from django.template.loader import render_to_string
+from django.test import Client, RequestFactory
+from django.test.utils import CaptureQueriesContext
+from django.urls import resolve, reverse
+
+from controlplane.navigation import ENTRIES, Tab
+from core.models import User
+from governance.operations.queries import count_waiting_for
+from tests.fakes.governed_team import make_governed, propose_token
+from tests.fakes.nodes import make_node
+
+pytestmark = pytest.mark.django_db
+
+TABS = [(str(entry.label), tab) for entry in ENTRIES for tab in entry.tabs]
+SHELL_QUERIES = 4
+"""What waits for the person, the freeze, the policy that makes a session look only, and the person's passkeys."""
+
+
+def sign_in(name: str, *permissions: str, is_staff: bool = False, is_superuser: bool = False) -> Client:
+    person = User.objects.create(username=name, is_staff=is_staff, is_superuser=is_superuser)
+    person.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    client = Client()
+    client.force_login(person)
+    return client
+
+
+def read_links(page: str, part: str) -> list[tuple[str, str]]:
+    """Return (text, aria-current) of each line of the ``nav`` whose opening tag holds ``part``."""
+    (nav,) = re.findall(rf"<nav [^>]*{part}.*?</nav>", page, re.DOTALL)
+    lines = re.findall(r"<li>(.*?)</li>", nav, re.DOTALL)
+    without_icons = r'<span class="(?:material|mst-count).*?</span>|<[^>]+>'
+    return [(re.sub(without_icons, "", line), "".join(re.findall(r'aria-current="(\w+)"', line))) for line in lines]
+
+
+@pytest.mark.parametrize(("entry", "tab"), TABS, ids=[f"{entry}-{tab.label}" for entry, tab in TABS])
+def test_every_page_of_the_table_has_its_name_its_tab_and_one_heading(entry: str, tab: Tab) -> None:
+    page = sign_in("ada", is_staff=True, is_superuser=True).get(tab.url).content.decode()
+    label = str(tab.label)
+    assert f"<title>{label} | Muster</title>" in page
+    assert len(re.findall("<h1[ >]", page)) == 1
+    crumbs = read_links(page, "mst-crumbs")
+    assert crumbs == [(label, "page")] if label == entry else [(entry, ""), (label, "page")]
+    assert f'aria-current="page" title="{entry}"' in page
+    siblings = [str(each.label) for name, each in TABS if name == entry]
+    if len(siblings) > 1:
+        assert read_links(page, "mst-tabs") == [(name, "page" if name == label else "") for name in siblings]
+
+
+def test_a_row_and_what_is_done_to_it_stand_under_their_tab() -> None:
+    client, node = sign_in("ada", is_staff=True, is_superuser=True), make_node("rack-2")
+    page = client.get(reverse("admin:nodes_node_change", args=[node.pk])).content.decode()
+    assert "<title>rack-2 | Nodes | Muster</title>" in page
+    assert read_links(page, "mst-crumbs") == [("Nodes", ""), ("rack-2", "page")]
+    assert ("Nodes", "true") in read_links(page, "mst-tabs")
+    page = client.get(reverse("admin:nodes_node_confirm", args=[node.pk, "cordon"])).content.decode()
+    assert read_links(page, "mst-crumbs") == [("Nodes", ""), ("Cordon: rack-2?", "page")]
+
+
+@pytest.mark.parametrize(
+    ("permissions", "is_staff", "entries"),
+    [
+        ((), False, ["Approvals"]),
+        ((), True, ["Overview", "Approvals"]),
+        (("view_gpu", "view_auditevent"), True, ["Overview", "Nodes", "Approvals", "System"]),
+        (("view_model",), True, ["Overview", "Models", "Playground", "Approvals"]),
+        (("view_model",), False, ["Approvals"]),
+    ],
+)
+def test_a_person_sees_no_entry_of_pages_that_are_not_for_them(
+    permissions: tuple[str, ...], *, is_staff: bool, entries: list[str]
+) -> None:
+    page = sign_in("eve", *permissions, is_staff=is_staff).get(reverse("approvals:inbox")).content.decode()
+    assert [text for text, _ in read_links(page, 'id="sidebar"')] == entries
+
+
+def test_what_stands_around_a_page_takes_few_queries_however_much_waits(rf: RequestFactory) -> None:
+    team = make_governed()
+    request: HttpRequest = rf.get(reverse("approvals:inbox"))
+    request.user, request.session, request.resolver_match = team[1].user, Client().session, resolve(request.path)
+    team[1].user.has_perm("nodes.view_node")  # asked by every page that is guarded
+    for waiting in (1, 3):
+        for _ in range(waiting):
+            propose_token(team[0])
+        with CaptureQueriesContext(connection) as queries:
+            page = render_to_string("admin/base_site.html", {"title": "A page"}, request)
+        assert f'<span class="mst-count">{count_waiting_for(team[1].user)}<' in page
+        assert len(queries) <= SHELL_QUERIES, [query["sql"] for query in queries]
