@@ -19,8 +19,7 @@ from django.http import HttpRequest
 from django.template.loader import render_to_string
 from django.utils import translation
 
-from controlplane.overview import count_live, read_live_overview
-from controlplane.problems import SlowFacts, read_slow_facts
+from controlplane.overview import count_live, read_overview
 from core.hints import HINT_GROUP
 from core.limits import limits
 from core.models import User
@@ -126,14 +125,9 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
 class OverviewConsumer(PushConsumer):
     """The counters of the first page, what needs attention, and the nodes, as the same HTML that the page came with."""
 
-    _slow: SlowFacts | None = None
-    _slow_at: float = 0.0
-
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
-        """Return how things stand; what is read slowly is up to ``push_slow_facts_s`` old."""
-        if self._slow is None or clock.monotonic() - self._slow_at > limits().console.push_slow_facts_s:
-            self._slow, self._slow_at = read_slow_facts(), clock.monotonic()
-        overview = read_live_overview(self._slow)
+        """Return how things stand."""
+        overview = read_overview()
         html = render_to_string("admin/muster/overview_live.html", {"overview": overview})
         return {**count_live(overview), "html": html}, limits().console.push_s
 

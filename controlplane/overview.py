@@ -5,28 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from controlplane.problems import Problem, SlowFacts, find_problems, read_facts, read_slow_facts
-from gateway.services.requests import OpenRequests
+from gateway.services.requests import OpenRequests, read_open_requests
 from gateway.services.rollups import Metric, Series, Sums, read_series
-from nodes.services.availability import FleetOverview
+from governance.alerts import ShownAlert, list_open_problems
+from nodes.services.availability import FleetOverview, read_fleet
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
     fleet: FleetOverview
     open_requests: OpenRequests
-    problems: tuple[Problem, ...]
+    problems: tuple[ShownAlert, ...]
 
 
 def read_overview() -> Overview:
-    """Collect the first page: a fixed number of queries, however many rows there are."""
-    return read_live_overview(read_slow_facts())
-
-
-def read_live_overview(slow: SlowFacts) -> Overview:
-    """Collect what the open page refreshes by itself; eleven queries at most, and one for each lost model."""
-    facts = read_facts(slow)
-    return Overview(fleet=facts.fleet, open_requests=facts.open_requests, problems=find_problems(facts))
+    """Collect what the open page refreshes by itself; three queries, however many rows there are."""
+    return Overview(fleet=read_fleet(), open_requests=read_open_requests(), problems=list_open_problems())
 
 
 def count_live(overview: Overview) -> dict[str, int]:

@@ -1,16 +1,14 @@
-"""Problems: what an operator should look at. Each case is one pure function of ``Facts``, listed in ``CASES``."""
+"""Problems: what an operator should look at. Each case is one pure function of ``Facts``, listed in ``CASES``.
+
+``look_for_problems`` turns what they find into alerts; ``problem_words`` says them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from enum import IntEnum
-from urllib.parse import urlencode
 
-from django.urls import reverse
-
-from controlplane.templatetags.muster import print_duration
 from core.hints import read_unreadable
 from core.limits import limits
 from gateway.services.explanations import Wait, WaitingModel, explain_waits, read_waits
@@ -24,36 +22,17 @@ from gateway.services.requests import (
     read_open_requests,
 )
 from gateway.services.rollups import Sums, read_counted_until, read_series
+from gateway.services.usage import UsedBudget, find_used_budgets
+from governance.alerts import AlertObject, Param, Problem, look
+from governance.notices import deliver_due, is_delivery_due
 from governance.operations.approvals import active_policy
+from governance.states import Severity
 from nodes.operations.load import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
+from nodes.services.certificates import find_authority_end
 from nodes.states import Freshness, Health
 from wire import clock
 from wire.contract import NodeStatus
-
-
-class Severity(IntEnum):
-    """How urgent a problem is; the lower the sooner."""
-
-    DOWN = 0
-    """Requests or operations fail because of it."""
-    IMPAIRED = 1
-    """Something works less well, or is at risk."""
-    NOTICE = 2
-    """It will fail, or cannot be used, unless somebody acts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One line of "needs attention": what was seen, what to do, and where. ``beyond``: how many more are not shown."""
-
-    what: str
-    advice: str
-    severity: Severity = Severity.IMPAIRED
-    since: datetime | None = None
-    link: str = ""
-    url: str = ""
-    beyond: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +43,7 @@ class PolicyFact:
 
 @dataclass(frozen=True, slots=True)
 class SlowFacts:
-    """What changes slowly or costs more to read; an open page reads it every half minute.
+    """What changes slowly or costs more to read.
 
     ``hour``: requests that ended in it. ``allowed``: each allowed model with the requests for it in the last hour.
     """
@@ -77,6 +56,9 @@ class SlowFacts:
     """Messages in Valkey that workers could not read; None = Valkey does not answer."""
     counted_until: datetime | None = None
     """What ended until then is in the charts; None = nothing ever was."""
+    authority_ends_at: datetime | None = None
+    """When the CA that gives nodes certificates ends; None = there is none."""
+    budgets: tuple[UsedBudget, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +76,7 @@ class Facts:
 
 
 def read_slow_facts() -> SlowFacts:
-    """Collect what an open page need not read every two seconds; six queries and a look at Valkey."""
+    """Collect the rest; a fixed number of queries and a look at Valkey."""
     found = active_policy()
     return SlowFacts(
         hour=read_series(timedelta(hours=1)).total,
@@ -103,6 +85,8 @@ def read_slow_facts() -> SlowFacts:
         keys=read_expiring_keys(),
         unreadable=read_unreadable(),
         counted_until=read_counted_until(),
+        authority_ends_at=find_authority_end(),
+        budgets=find_used_budgets(),
     )
 
 
@@ -124,72 +108,56 @@ def read_facts(slow: SlowFacts) -> Facts:
     )
 
 
-def find_problems(facts: Facts) -> tuple[Problem, ...]:
-    """Return what an operator should look at, the most urgent first, at most ``problem_lines`` lines. Pure."""
-    found: list[Problem] = []
-    for case in CASES:
-        lines = sorted(case(facts), key=lambda problem: problem.severity)
-        most = limits().console.problem_lines_per_case
-        shown, beyond = lines[:most], max(0, len(lines) - most)
-        found += [*shown[:-1], replace(shown[-1], beyond=beyond)] if beyond else shown
-    found.sort(key=lambda problem: problem.severity)
-    shown, hidden = found[: limits().console.problem_lines], found[limits().console.problem_lines :]
-    if hidden:
-        shown[-1] = replace(shown[-1], beyond=shown[-1].beyond + sum(1 + problem.beyond for problem in hidden))
-    return tuple(shown)
+def look_for_problems() -> bool:
+    """Bring the alerts in line with what is wrong now; False while another process does."""
+    return look(lambda: find_problems(read_facts(read_slow_facts())))
+
+
+def watch() -> int:
+    """Look for problems, and send what no worker has sent in time; return how many messages got through.
+
+    Without Valkey no worker is woken, and just that has to be told.
+    """
+    look_for_problems()
+    overdue = timedelta(seconds=limits().governance.notice_overdue_s)
+    return deliver_due(limits().console.problem_messages) if is_delivery_due(since=clock.now() - overdue) else 0
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """Return what an operator should look at, in the order of the cases. Pure."""
+    return [problem for case in CASES for problem in case(facts)]
 
 
 def _find_no_gateway(facts: Facts) -> Iterable[Problem]:
-    processes = reverse("admin:gateway_gatewayprocess_changelist")
     alive = [gateway for gateway in facts.gateways if gateway.is_alive]
     if not alive:
-        what, advice = "No gateway runs.", "Clients cannot connect. Start one, or look at its log."
-        yield Problem(what, advice, Severity.DOWN, link="Gateway processes", url=processes)
+        yield Problem("gateway.none", Severity.DOWN)
     for gateway in facts.gateways:
         if gateway not in alive:
-            yield Problem(
-                f"The gateway {gateway.name} writes no heartbeat.",
-                "It died, or it cannot reach the database. Look at its process and its log.",
-                since=gateway.heard_at,
-                link="Gateway processes",
-                url=processes,
-            )
+            yield Problem("gateway.silent", object=AlertObject("gateway", gateway.name, gateway.name), since=gateway.heard_at)
 
 
-def _find_silent_redis(facts: Facts) -> Iterable[Problem]:
+def _find_silent_valkey(facts: Facts) -> Iterable[Problem]:
     unreadable = facts.slow.unreadable
     if unreadable:
-        what = "1 message" if unreadable == 1 else f"{unreadable:,} messages"
-        advice = "Something else writes there: see its list muster.unreadable. Deleting muster.unreadable.total ends this line."
-        yield Problem(f"Valkey brought {what} that Muster could not read.", advice)
+        yield Problem("valkey.unreadable", params={"messages": unreadable})
     elif unreadable is None:
-        advice = "Changes reach gateways seconds later than usual. See whether Valkey runs and MUSTER_REDIS_URL is right."
-        yield Problem("Valkey does not answer the control plane.", advice)
+        yield Problem("valkey.silent")
 
 
 def _find_no_node(facts: Facts) -> Iterable[Problem]:
-    nodes = reverse("admin:nodes_node_changelist")
     if not facts.fleet.nodes:
-        credentials = reverse("admin:nodes_nodecredential_add")
-        advice = "Create a node credential and start a node with it."
-        yield Problem("No node has connected yet.", advice, Severity.DOWN, link="New node credential", url=credentials)
+        yield Problem("node.none", Severity.DOWN)
     elif not any(node.takes_work for node in facts.fleet.nodes):
-        advice = "Clients get NO_AVAILABLE_NODE. Start, uncordon or undrain one."
-        yield Problem("No node takes work.", advice, Severity.DOWN, link="Nodes", url=nodes)
+        yield Problem("node.unavailable", Severity.DOWN)
 
 
 def _find_waits(facts: Facts) -> Iterable[Problem]:
     for waiting in facts.waits:
         if waiting.oldest_wait_s >= limits().console.problem_queue_s:
-            is_one, since = waiting.requests == 1, print_duration(waiting.oldest_wait_s).replace(" ", "\u00a0")
-            how_many, whose = ("1 waits", "") if is_one else (f"{waiting.requests} wait", "the first ")
-            yield Problem(
-                f"{how_many} for {waiting.model}, {whose}for {since}.",
-                f"{waiting.wait.reason} {waiting.wait.advice}",
-                Severity.DOWN,
-                link="Requests in progress",
-                url=_list_requests(state="open"),
-            )
+            since = facts.now - timedelta(seconds=waiting.oldest_wait_s)
+            params = {"requests": waiting.requests, **_explain(waiting.wait)}
+            yield Problem("requests.waiting", Severity.DOWN, _of_model(waiting.model), params=params, since=since)
 
 
 def _find_unserved(facts: Facts) -> Iterable[Problem]:
@@ -198,94 +166,92 @@ def _find_unserved(facts: Facts) -> Iterable[Problem]:
         if wait.is_starting or wait.brief in {"loading", "nodes full"}:
             continue
         asked = facts.slow.allowed.get(model, 0)
-        requests = "1 request" if asked == 1 else f"{asked} requests"
         yield Problem(
-            f"No node answers for {model}, and clients sent {requests} for it in the last hour."
-            if asked
-            else f"Clients may use {model}, and no node answers for it.",
-            f"{wait.reason} {wait.advice}",
+            "model.unserved",
             Severity.DOWN if asked else Severity.NOTICE,
-            link="Models",
-            url=f"{reverse('admin:gateway_model_changelist')}?{urlencode({'q': model})}",
+            _of_model(model),
+            code="model.unserved.asked" if asked else "",
+            params={"requests": asked, **_explain(wait)},
         )
 
 
 def _find_failures(facts: Facts) -> Iterable[Problem]:
     hour = facts.slow.hour
     if hour.failed >= limits().console.problem_failed and hour.failed_percent >= limits().console.problem_failed_percent:
-        yield Problem(
-            f"{hour.failed_percent:.0f} % of the last hour's requests failed.",
-            "Filter Requests by error code to see what they have in common.",
-            link="Failed requests",
-            url=_list_requests(state="wrong", period="1h"),
-        )
+        yield Problem("requests.failed", params={"percent": round(hour.failed_percent), "failed": hour.failed})
 
 
 def _find_stale_sums(facts: Facts) -> Iterable[Problem]:
     until = facts.slow.counted_until
     if until is not None and facts.now - until > timedelta(seconds=limits().console.problem_sums_s):
-        advice = "What ended since then is in no chart yet, and not lost. The worker catches up; see whether it runs."
-        yield Problem("Charts are behind.", advice, since=until)
+        yield Problem("charts.behind", since=until)
 
 
 def _find_lost_nodes(facts: Facts) -> Iterable[Problem]:
     for node in facts.fleet.nodes:
         if node.status is NodeStatus.ERROR:
-            yield _blame(node, f"{node.name} reports an error.", node.last_error or "See its own log.")
+            yield _blame("node.error", node, detail=node.last_error)
         elif node.freshness is Freshness.STALE:
-            advice = "It gets no new work until it is seen."
-            if node.health is Health.FAILING:
-                advice += " Slots of other nodes are held for requests that run there and can be tried again."
-            yield _blame(node, f"{node.name} was last seen {node.age_s:.0f} s ago.", advice)
+            code = "node.late.failing" if node.health is Health.FAILING else ""
+            yield _blame("node.late", node, code=code, since=node.heard_at)
         elif node.status is NodeStatus.OFFLINE:
-            silent = "was never seen" if node.age_s is None else f"has been silent for {print_duration(node.age_s)}"
-            advice = "Check its power, its network and the runner's log."
-            yield _blame(node, f"{node.name} {silent}.", advice, since=node.heard_at)
+            yield _blame("node.offline", node, code="node.offline.never" if node.age_s is None else "", since=node.heard_at)
 
 
 def _find_dead_backends(facts: Facts) -> Iterable[Problem]:
     for node in _online(facts):
         if node.probe_error:
-            yield _blame(node, f"{node.name} sends heartbeats, but its URL does not answer.", node.probe_error)
+            yield _blame("node.unreachable", node, detail=node.probe_error)
         for model, detail in node.failed:
-            advice = detail or "The node gives no reason. See its own log."
-            yield _blame(node, f"{model} failed on {node.name}.", advice)
+            replica = AlertObject("replica", f"{node.id}/{model}", f"{model} on {node.name}")
+            yield Problem("model.failed", object=replica, params={"model": model, "node": node.name, "detail": detail})
 
 
 def _find_lost_models(facts: Facts) -> Iterable[Problem]:
     for lost in facts.lost_models:
-        url = f"{reverse('approvals:propose')}?{lost.again}"
-        yield Problem(lost.what, lost.advice, Severity.DOWN, since=lost.back_at, link="Propose it again", url=url)
+        replica = AlertObject("replica", f"{lost.node_id}/{lost.model}", f"{lost.model} on {lost.node_name}")
+        params: dict[str, Param] = {"model": lost.model, "node": lost.node_name, "detail": lost.reason, "again": lost.again}
+        code = "model.lost.kept" if lost.is_kept else ""
+        yield Problem("model.lost", Severity.DOWN, replica, code=code, params=params, since=lost.back_at)
 
 
 def _find_idle_nodes(facts: Facts) -> Iterable[Problem]:
     for node in _online(facts):
         if not node.model_names and not node.failed and not node.is_loading:
-            advice = "It gets no requests. Load a model on it, or see whether its backend answers."
-            yield _blame(node, f"{node.name} has no model.", advice, Severity.NOTICE)
+            yield _blame("node.empty", node, Severity.NOTICE)
+
+
+def _find_forgotten_drains(facts: Facts) -> Iterable[Problem]:
+    for node in facts.fleet.nodes:
+        drained_s = (facts.now - node.drained_at).total_seconds() if node.drained_at is not None else 0.0
+        if drained_s >= limits().console.problem_drained_s and not node.active_requests:
+            yield _blame("node.drained", node, Severity.NOTICE, since=node.drained_at)
 
 
 def _find_rivals(facts: Facts) -> Iterable[Problem]:
     for node in facts.fleet.nodes:
         if node.rival_seen_at is not None and facts.now - node.rival_seen_at < timedelta(seconds=limits().nodes.rival_shown_s):
-            second = f"The second one, at {node.rival_address}," if node.rival_address else "The second one"
-            advice = f"{second} is refused. Give it another name or a credential of its own."
-            yield _blame(node, f"Two nodes call themselves {node.name}.", advice, since=node.rival_seen_at)
+            code = "node.duplicate.address" if node.rival_address else ""
+            yield _blame("node.duplicate", node, code=code, since=node.rival_seen_at, address=node.rival_address)
 
 
 def _find_ejections(facts: Facts) -> Iterable[Problem]:
     for node in _online(facts):
-        for ejection in node.ejections:
-            what = f"Gateways hold {node.name} back" + (f" for {ejection.model}." if ejection.model else ".")
-            yield _blame(node, what, f"{ejection.text[:1].upper()}{ejection.text[1:]}.", since=ejection.since)
+        if node.ejections:
+            models = sorted({ejection.model for ejection in node.ejections if ejection.model})
+            since = min(ejection.since for ejection in node.ejections)
+            code = "node.ejected.models" if models else ""
+            yield _blame(
+                "node.ejected", node, code=code, since=since, models=models, detail=_start_sentence(node.ejections[0].text)
+            )
 
 
 def _find_alarms(facts: Facts) -> Iterable[Problem]:
     for node in facts.fleet.nodes:
         if node.witness_alarm:
-            yield _blame(node, f"{node.name} does not trust the audit log.", node.witness_alarm, Severity.DOWN)
+            yield _blame("node.alarm", node, Severity.DOWN, detail=node.witness_alarm)
         if node.policy_error:
-            yield _blame(node, f"{node.name} refuses what governs it.", node.policy_error)
+            yield _blame("node.policy_refused", node, detail=node.policy_error)
 
 
 def _find_wrong_clocks(facts: Facts) -> Iterable[Problem]:
@@ -293,47 +259,53 @@ def _find_wrong_clocks(facts: Facts) -> Iterable[Problem]:
         skew_ms = node.clock_skew_ms or 0
         if abs(skew_ms) > limits().nodes.clock_skew_warning_ms:
             is_beyond = abs(skew_ms) > limits().nodes.clock_skew_ms
-            side = "behind" if skew_ms > 0 else "ahead"
-            advice = "No operation is sent to it until its clock is set." if is_beyond else "Set its clock, for example by NTP."
-            what = f"The clock of {node.name} is {print_duration(abs(skew_ms) / 1000)} {side}."
-            yield _blame(node, what, advice, Severity.IMPAIRED if is_beyond else Severity.NOTICE)
+            code = f"node.clock.{'behind' if skew_ms > 0 else 'ahead'}{'.refused' if is_beyond else ''}"
+            severity = Severity.IMPAIRED if is_beyond else Severity.NOTICE
+            yield _blame("node.clock", node, severity, code=code, off_s=round(abs(skew_ms) / 1000))
 
 
 def _find_unable_nodes(facts: Facts) -> Iterable[Problem]:
     # Without a policy there is nothing to sign, so nothing that a node could not carry out.
     for node in _online(facts) if facts.slow.policy is not None else ():
         if node.op_level == "L2" and not node.policy_version:
-            advice = "It carries out no operation. Run ./muster trust on it with the words of the policy."
-            yield _blame(node, f"{node.name} trusts no policy.", advice, Severity.NOTICE)
+            yield _blame("node.untrusting", node, Severity.NOTICE)
         elif not node.op_level and node.could_take_operations and not node.policy_error:
-            advice = "Models cannot be loaded or unloaded on it from here. Start it with --data DIR."
-            yield _blame(node, f"{node.name} takes no operations.", advice, Severity.NOTICE)
+            yield _blame("node.no_operations", node, Severity.NOTICE)
 
 
 def _find_expiring_policy(facts: Facts) -> Iterable[Problem]:
     policy = facts.slow.policy
     if policy is None or policy.expires_at - facts.now > timedelta(seconds=limits().console.problem_policy_s):
         return
-    is_over, day = policy.expires_at <= facts.now, f"{policy.expires_at:%Y-%m-%d}"
-    advice = (
-        "Nothing can be approved but its next version."
-        if is_over
-        else "After that nothing can be approved but its next version."
-    )
-    yield Problem(
-        f"The approval policy, version {policy.version}, {'expired' if is_over else 'expires'} on {day}.",
-        f"{advice} Draft that version now.",
-        Severity.DOWN if is_over else Severity.NOTICE,
-        link="Policy",
-        url=reverse("approvals:policy"),
-    )
+    is_over = policy.expires_at <= facts.now
+    severity, code = (Severity.DOWN, "policy.expiring.over") if is_over else (Severity.NOTICE, "")
+    params: dict[str, Param] = {"version": policy.version, "ends_at": policy.expires_at.isoformat()}
+    yield Problem("policy.expiring", severity, AlertObject("policy"), code=code, params=params)
 
 
 def _find_expiring_keys(facts: Facts) -> Iterable[Problem]:
     for key in facts.slow.keys:
-        url = reverse("admin:gateway_apikey_change", args=[key.key_id])
-        what = f"The API key {key.name} expires on {key.expires_at:%Y-%m-%d %H:%M} UTC."
-        yield Problem(what, "It is in use. Create a new one for its client.", Severity.NOTICE, link=key.name, url=url)
+        of = AlertObject("key", str(key.key_id), key.name)
+        yield Problem("key.expiring", Severity.NOTICE, of, params={"ends_at": key.expires_at.isoformat()})
+
+
+def _find_expiring_authority(facts: Facts) -> Iterable[Problem]:
+    ends_at = facts.slow.authority_ends_at
+    if ends_at is not None and ends_at - facts.now <= timedelta(seconds=limits().console.problem_authority_s):
+        is_over = ends_at <= facts.now
+        severity, code = (Severity.DOWN, "certificate.expiring.over") if is_over else (Severity.IMPAIRED, "")
+        params: dict[str, Param] = {"ends_at": ends_at.isoformat()}
+        yield Problem("certificate.expiring", severity, AlertObject("certificate"), code=code, params=params)
+
+
+def _find_used_budgets(facts: Facts) -> Iterable[Problem]:
+    for one in facts.slow.budgets:
+        of = AlertObject(one.owner_type, one.owner_id, one.owner_name)
+        refuses = one.is_hard and one.percent >= 100
+        code = "budget.used.refusing" if refuses else "budget.used.over" if one.percent >= 100 else ""
+        severity = Severity.IMPAIRED if refuses else Severity.NOTICE
+        params: dict[str, Param] = {"percent": one.percent, "budget": one.kind, "window": one.window}
+        yield Problem(f"budget.{one.kind}", severity, of, code=code or "budget.used", params=params)
 
 
 CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
@@ -349,14 +321,16 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_alarms,
     _find_ejections,
     _find_rivals,
-    _find_silent_redis,
+    _find_silent_valkey,
     _find_wrong_clocks,
     _find_expiring_policy,
+    _find_expiring_authority,
     _find_unable_nodes,
+    _find_used_budgets,
     _find_idle_nodes,
+    _find_forgotten_drains,
     _find_expiring_keys,
 )
-"""Among problems of one severity the order of the cases decides."""
 
 
 def _online(facts: Facts) -> Iterable[NodeHealth]:
@@ -365,11 +339,24 @@ def _online(facts: Facts) -> Iterable[NodeHealth]:
 
 
 def _blame(
-    node: NodeHealth, what: str, advice: str, severity: Severity = Severity.IMPAIRED, *, since: datetime | None = None
+    kind: str,
+    node: NodeHealth,
+    severity: Severity = Severity.IMPAIRED,
+    *,
+    code: str = "",
+    since: datetime | None = None,
+    **params: Param,
 ) -> Problem:
-    url = reverse("admin:nodes_node_change", args=[node.id]) if node.id is not None else ""
-    return Problem(what, advice, severity, since=since, link=node.name if url else "", url=url)
+    return Problem(kind, severity, AlertObject("node", str(node.id or node.name), node.name), code, params, since)
 
 
-def _list_requests(**query: str) -> str:
-    return f"{reverse('admin:gateway_requestrecord_changelist')}?{urlencode(query)}"
+def _start_sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _of_model(model: str) -> AlertObject:
+    return AlertObject("model", model, model)
+
+
+def _explain(wait: Wait) -> dict[str, Param]:
+    return {"reason": wait.reason, "advice": wait.advice}

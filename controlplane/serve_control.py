@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     from django.conf import settings
 
     from controlplane.asgi import application
+    from controlplane.problems import watch
     from governance.operations.runs import reconcile
 
     limit_process(limits().core.database_silence_s)
@@ -55,12 +56,17 @@ def main(argv: list[str] | None = None) -> int:
         server_name="muster",
     )
     logger.info("control_starting host=%s port=%d", arguments.host, arguments.port)
-    reconciler = Reconciler(reconcile)
-    reconciler.start()
+    looks = [
+        Reconciler(reconcile, pause_s=limits().console.reconcile_s),
+        Reconciler(watch, pause_s=limits().console.problem_look_s),
+    ]
+    for reconciler in looks:
+        reconciler.start()
     try:
         server.run()
     finally:
-        reconciler.stop()
+        for reconciler in looks:
+            reconciler.stop()
     if server.listen_failure is not None:
         sys.stderr.write(f"muster control: {server.listen_failure}\n")
         return 1
@@ -68,10 +74,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Reconciler:
-    """Looks every ``reconcile_s`` seconds for operations that are due, in a thread, whatever becomes of one look."""
+    """Looks every ``pause_s`` seconds for what is due, in a thread, whatever becomes of one look."""
 
-    def __init__(self, look: Callable[[], int]) -> None:
+    def __init__(self, look: Callable[[], int], *, pause_s: float) -> None:
         self._look = look
+        self._pause_s = pause_s
         self._stopping = threading.Event()
         self._is_away = False
         # Not a task: so a lost message or a deaf worker only costs time, and it needs neither Celery nor the broker.
@@ -96,9 +103,9 @@ class Reconciler:
             except DatabaseFailure as error:
                 self._note_database(is_away=True, why=type(error).__name__)
             except Exception:
-                # One operation that cannot be looked at must not stop the looks at all others.
+                # What cannot be looked at once may be the next time.
                 logger.exception("reconcile_failed")
-            self._stopping.wait(limits().console.reconcile_s)
+            self._stopping.wait(self._pause_s)
         connections.close_all()
 
     def _note_database(self, *, is_away: bool, why: str = "") -> None:

@@ -304,6 +304,8 @@ OPERATIONS = {
 }
 # Who knows which node pinned which approval policy, for the page of the policy. governance knows nothing of nodes.
 GOVERNANCE_PINS = "nodes.services.availability.read_policy_pins"
+# Who says in words what an alert is, and where it leads; the same.
+GOVERNANCE_ALERT_WORDS = "controlplane.problem_words.WORDS"
 # Signs audit checkpoints: the 32-byte seed of an Ed25519 key in base64url. Empty = no checkpoints.
 GOVERNANCE_LOG_KEY = read_text("MUSTER_LOG_KEY")
 GOVERNANCE_LOG_ORIGIN = read_text("MUSTER_LOG_ORIGIN", "muster.local/audit")
@@ -313,6 +315,9 @@ PUBLIC_URL = read_text("MUSTER_PUBLIC_URL", "http://localhost:8000")
 PLAYGROUND_GATEWAY_URL = read_text("MUSTER_PLAYGROUND_GATEWAY_URL", "http://127.0.0.1:8080")
 GATEWAY_PUBLIC_URL = read_text("MUSTER_GATEWAY_PUBLIC_URL") or PLAYGROUND_GATEWAY_URL
 NOTICE_SENDER = read_text("MUSTER_MAIL_FROM")
+# Alerts that are less urgent are not mailed to operators; -1 = none is.
+_MAILED = {"impaired": 1, "down": 0, "notice": 2, "none": -1}
+ALERT_MAIL_SEVERITY = _MAILED[read_choice("MUSTER_ALERT_MAIL", dict.fromkeys(_MAILED, ""))]
 EMAIL_HOST = read_text("MUSTER_MAIL_HOST", "localhost")
 EMAIL_PORT = read_int("MUSTER_MAIL_PORT", 25)
 EMAIL_HOST_USER = read_text("MUSTER_MAIL_USER")

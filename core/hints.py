@@ -32,7 +32,7 @@ UNREADABLE_KEY = "muster.unreadable"
 UNREADABLE_TOTAL_KEY = "muster.unreadable.total"
 """Where workers count in Valkey what they could not read."""
 
-Topic = Literal["keys", "models", "aliases", "tenants", "nodes", "providers", "operations", "policy", "commands"]
+Topic = Literal["keys", "models", "aliases", "tenants", "nodes", "providers", "operations", "policy", "commands", "alerts"]
 """The tables. An ``ident`` is the id of a row of ``keys``, ``nodes``, ``operations``, and the name of the others."""
 
 logger = logging.getLogger(__name__)

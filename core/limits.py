@@ -132,7 +132,32 @@ class GovernanceLimits:
     token_name_chars: int = bound(80, "characters", "A longer name of an admin token is refused.")
     token_use_s: float = bound(60.0, "s", "The use of an admin token is stored again.")
 
+    # Alerts
+    alert_away_s: float = bound(60.0, "s", "A problem that was not seen for so long has ended.")
+    alert_told_after_s: float = bound(30.0, "s", "A problem that ends sooner is told to nobody.")
+    alert_storm: int = bound(10, "messages", "Further alerts of `alert_storm_s` are told in one message.")
+    alert_storm_s: float = bound(
+        60.0, "s", "No more than `alert_storm` messages about alerts go out in this time, and a summary."
+    )
+    alert_open: int = bound(2_000, "alerts", "Further problems, the least urgent ones, are not stored, and the log says so.")
+    alert_kept_s: float = bound(
+        90 * 86_400.0,
+        "s",
+        "Alerts that ended longer ago are deleted.",
+        setting="MUSTER_ALERT_RETENTION_DAYS",
+        minimum=1,
+        factor=86_400,
+    )
+    alert_rows: int = bound(100_000, "alerts", "Of more alerts that ended the oldest ones are deleted.")
+    alert_batch: int = bound(1_000, "alerts", "One look deletes no more.")
+    alert_silences: int = bound(1_000, "silences", "A further silence of a kind and object is refused.")
+    alert_silence_s: float = bound(90 * 86_400.0, "s", "A silence that ends later is refused.")
+    alert_reason_chars: int = bound(300, "characters", "A longer reason for a silence is refused.")
+    alert_named: int = bound(10, "alerts", "A message about many alerts names no more.")
+    alert_late_s: float = bound(60.0, "s", "Pages say since when nobody looked for problems.")
+
     # Notices
+    notice_overdue_s: float = bound(30.0, "s", "The control plane itself sends what no worker has sent by then.")
     notice_budget_s: float = bound(30.0, "s", "A round of deliveries begins no further one.")
     # One attempt takes less.
     notice_lease_s: float = bound(60.0, "s", "A notice that somebody claimed and did not finish goes to the next.")
@@ -845,6 +870,8 @@ class GatewayLimits:
     page_named: int = bound(3, "names", "Further names are counted.")
     page_unknown_name_s: float = bound(86_400.0, "s", "A name in no table is looked for among the records of so long.")
     page_asked_s: float = bound(3600.0, "s", "Requests for models without a node are counted so far back.")
+    # Longer than a month.
+    budget_told_s: float = bound(32 * 86_400.0, "s", "What was told of a budget earlier says nothing of its day or month.")
     page_key_warning_s: float = bound(7 * 86_400.0, "s", "Overview names keys in use that end within it.")
     # The HTTP server of a gateway (controlplane.gateway_server)
     server_backlog: int = bound(2_048, "connections", "The kernel refuses a further connection that waits to be accepted.")
@@ -871,9 +898,10 @@ class ConsoleLimits:
     push_changes_s: float = bound(0.5, "s", "A page on which a model is loaded or an operation runs gets its next push.")
     # A storm of hints costs at most four looks a second and page.
     push_pause_s: float = bound(0.25, "s", "A page is pushed to again.")
-    push_slow_facts_s: float = bound(30.0, "s", "Sums over the last hour are read anew.")
     search_chars: int = bound(200, "characters", "A longer search term is cut.")
     search_rows: int = bound(5, "rows", "Further rows of a kind are not found.")
+    problem_look_s: float = bound(5.0, "s", "The control plane looks for problems again.")
+    problem_messages: int = bound(5, "messages", "A look for problems sends no further ones that are overdue.")
     problem_lines: int = bound(12, "lines", "Further problems on the first page are counted instead.")
     # Fifty silent nodes shall hide nothing else.
     problem_lines_per_case: int = bound(3, "lines", "Further lines of one case are counted instead.")
@@ -883,6 +911,8 @@ class ConsoleLimits:
     )
     problem_failed_percent: float = bound(5.0, "%", "Failed requests are shown as a problem when they are so large a part.")
     problem_sums_s: float = bound(120.0, "s", "Sums of charts that are older are shown as a problem.")
+    problem_drained_s: float = bound(3_600.0, "s", "A node that was drained so long ago is shown as a problem.")
+    problem_authority_s: float = bound(30 * 86_400.0, "s", "A CA of nodes that expires sooner is shown as a problem.")
     problem_policy_s: float = bound(30 * 86_400.0, "s", "A policy that expires sooner is shown as a problem.")
 
     # Playground

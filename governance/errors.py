@@ -31,6 +31,10 @@ class InvalidName(GovernanceError):
     """A name is empty or too long."""
 
 
+class InvalidSilence(GovernanceError):
+    """An alert cannot be silenced so; ``param`` names the field."""
+
+
 class UnknownOperation(GovernanceError):
     """No governed operation has that name."""
 

@@ -9,9 +9,10 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from django.conf import settings
 from django.db import models
 from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
 
 from core.limits import limits
-from governance.states import ApprovalState, RunState
+from governance.states import ApprovalState, RunState, Severity
 from wire.ids import format_id, new_uuid7
 from wire.optoken.approval import (
     ApprovalError,
@@ -373,11 +374,92 @@ class Freeze(models.Model):
         return f"frozen by {self.frozen_by}"
 
 
+# Alerts
+
+
+class Alert(models.Model):
+    """One problem from its start to its end. The evaluator alone writes it, but for its silence.
+
+    ``code`` and ``params`` say it: the sentence is made where it is shown, in the language of whoever reads it.
+    """
+
+    kind = models.CharField(max_length=40, help_text="What is wrong, as <thing>.<state>")
+    object_type = models.CharField(max_length=20, help_text="node, model, replica, gateway, …; installation = the whole of it")
+    object_id = models.CharField(max_length=400, blank=True)
+    object_name = models.CharField(max_length=400, blank=True)
+    severity = models.PositiveSmallIntegerField(choices=[(one.value, one.word) for one in Severity])
+    code = models.CharField(max_length=60, help_text="Which sentence says it")
+    params = models.JSONField(default=dict, blank=True)
+    since = models.DateTimeField(help_text="Since when it is so, as far as is known")
+    started_at = models.DateTimeField(help_text="When the evaluator saw it first")
+    seen_at = models.DateTimeField(help_text="When the evaluator saw it last")
+    missed_at = models.DateTimeField(null=True, blank=True, help_text="Since when the evaluator sees it no more")
+    ended_at = models.DateTimeField(null=True, blank=True)
+    told_at = models.DateTimeField(null=True, blank=True, help_text="When its start was told; empty = not yet, or silenced")
+    end_told_at = models.DateTimeField(null=True, blank=True)
+    is_settled = models.BooleanField(default=False, db_default=False, help_text="It has ended, and nothing is left to tell")
+    silenced_until = models.DateTimeField(null=True, blank=True)
+    silenced_by = models.CharField(max_length=200, blank=True, default="", db_default="")
+    silence_reason = models.CharField(max_length=300, blank=True, default="", db_default="")
+
+    class Meta:
+        ordering = ["severity", "since", "pk"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["kind", "object_type", "object_id"], condition=models.Q(ended_at=None), name="alert_one_open"
+            )
+        ]
+        indexes = [
+            models.Index(fields=["severity", "since"], condition=models.Q(is_settled=False), name="alert_unsettled"),
+            models.Index(fields=["-ended_at"], name="alert_by_end"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.object_name}".strip()
+
+
+class AlertSilence(models.Model):
+    """Alerts of one kind and object count for nothing and are not told until then, those that begin later included."""
+
+    kind = models.CharField(max_length=40)
+    object_type = models.CharField(max_length=20)
+    object_id = models.CharField(max_length=400, blank=True)
+    object_name = models.CharField(max_length=400, blank=True)
+    until = models.DateTimeField(db_index=True)
+    by = models.CharField(max_length=200)
+    reason = models.CharField(max_length=300)
+
+    class Meta:
+        ordering = ["until"]
+        constraints = [models.UniqueConstraint(fields=["kind", "object_type", "object_id"], name="alertsilence_once")]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.object_name}".strip()
+
+
+class AlertLook(models.Model):
+    """When the evaluator last looked; one row."""
+
+    at = models.DateTimeField()
+
+    def __str__(self) -> str:
+        return f"looked at {self.at}"
+
+
 # Messages to people and programs
 
 
 class WebhookEndpoint(models.Model):
     """Where notices are posted to, signed with its secret (HMAC-SHA256)."""
+
+    class Format(models.TextChoices):
+        """What a message looks like when it arrives."""
+
+        GENERIC = "generic", _("Signed JSON")
+        SLACK = "slack", "Slack"
+        DISCORD = "discord", "Discord"
+        TEAMS = "teams", "Microsoft Teams"
+        NTFY = "ntfy", "ntfy"
 
     name = models.CharField(max_length=80, unique=True)
     url = models.URLField(max_length=300)
@@ -386,6 +468,16 @@ class WebhookEndpoint(models.Model):
     takes_usage = models.BooleanField(
         default=False, db_default=False, help_text="Whether it gets the usage of finished requests instead of notices"
     )
+    format = models.CharField(
+        max_length=10, choices=Format.choices, default=Format.GENERIC.value, db_default=Format.GENERIC.value
+    )
+    takes_operations = models.BooleanField(default=True, db_default=True, help_text="Whether it gets notices of operations")
+    takes_events = models.BooleanField(default=True, db_default=True, help_text="Whether it gets notices of nodes and budgets")
+    takes_alerts = models.BooleanField(default=False, db_default=False, help_text="Whether it gets starts and ends of alerts")
+    least_severity = models.PositiveSmallIntegerField(
+        choices=[(one.value, one.word) for one in Severity], default=Severity.NOTICE.value, db_default=Severity.NOTICE.value,
+        help_text="Alerts that are less urgent are not sent there"
+    )  # fmt: skip
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:

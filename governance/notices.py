@@ -15,11 +15,12 @@ import secrets
 import smtplib
 import socket
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookupTimeout
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -34,8 +35,9 @@ from core.hints import UNREADABLE_KEY
 from core.limits import limits
 from governance.audit import record_event
 from governance.errors import GovernanceError, UnknownOperation
-from governance.models import AuditEvent, Freeze, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
-from governance.registry import find_kind
+from governance.models import Alert, AuditEvent, Freeze, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
+from governance.registry import AlertFacts, find_kind, load_words
+from governance.states import Severity
 from wire import clock
 from wire.ids import format_id, parse_id
 from wire.optoken.approval import BREAK_GLASS, ApprovalError, digest_words
@@ -49,9 +51,12 @@ NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "e
 """These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
 FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed", "messages_unreadable", "budget_reached"})
 """What is told of a node, of Valkey or of a budget, as its audit event says."""
+ALERT_EVENTS = frozenset({"alert_started", "alert_ended", "alerts_many"})
+"""What is told of alerts: of one, or of many within a minute."""
 # Key of an advisory lock: of two looks at once the second one sees what the first has told.
 _UNREADABLE_LOCK = 0x6D73_6773_756E_7264
 _BUDGET_LOCK = 0x6D73_6773_6275_6467
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def notify(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> int:
@@ -64,7 +69,7 @@ def notify(operation: Operation | None, event: str, *, run: OperationRun | None 
     if event not in NOTICE_EVENTS:
         raise ValueError(f"there is no notice {event!r}")
     name = f"{event}.{run.use}.{run.position}" if run is not None else event
-    return _add(_list_concerned(operation, event), name, operation=operation)
+    return _add(_list_concerned(operation, event), name, operation=operation, hooks=Q(takes_operations=True))
 
 
 def notify_of_event(audited: AuditEvent, event: str, *, usernames: Iterable[str]) -> int:
@@ -74,7 +79,26 @@ def notify_of_event(audited: AuditEvent, event: str, *, usernames: Iterable[str]
     """
     if event not in FLEET_EVENTS:
         raise ValueError(f"there is no notice {event!r}")
-    return _add(usernames, f"{event}.{audited.pk}", operation=None)
+    return _add(usernames, f"{event}.{audited.pk}", operation=None, hooks=Q(takes_events=True))
+
+
+def notify_of_alerts(started: Sequence[Alert], ended: Sequence[Alert], *, now: datetime, is_summary: bool) -> int:
+    """Tell operators, and webhooks that take alerts, what began and ended; return how many are told.
+
+    ``is_summary``: in one message, which finds them again by ``now``, their ``told_at`` or ``end_told_at``. Runs in the
+    transaction that writes those.
+    """
+    if is_summary:
+        most_urgent = min(alert.severity for alert in (*started, *ended))
+        return _add_alert(f"alerts_many.{(now - _EPOCH) // timedelta(microseconds=1)}", most_urgent)
+    told = sum(_add_alert(f"alert_started.{alert.pk}", alert.severity) for alert in started)
+    return told + sum(_add_alert(f"alert_ended.{alert.pk}", alert.severity) for alert in ended)
+
+
+def _add_alert(event: str, severity: int) -> int:
+    operators = get_user_model().objects.filter(is_staff=True) if severity <= settings.ALERT_MAIL_SEVERITY else ()
+    usernames = [person.get_username() for person in operators]
+    return _add(usernames, event, operation=None, hooks=Q(takes_alerts=True, least_severity__gte=severity))
 
 
 def notify_of_unreadable(total: int, *, now: datetime) -> bool:
@@ -110,6 +134,12 @@ def notify_of_budget(*, owner: str, kind: str, window: str, percent: int, amount
     return True
 
 
+def list_reached_budgets(*, since: datetime) -> list[Mapping[str, Any]]:
+    """Return what ``notify_of_budget`` told since then, the oldest first."""
+    told = AuditEvent.objects.filter(action="budget.reached", at__gte=since)
+    return list(told.order_by("pk").values_list("detail", flat=True))
+
+
 def list_requester_and_signers(op_id: uuid.UUID) -> set[str]:
     """Return the user names of who asked for an operation and of who signed for it and did not withdraw."""
     return _list_concerned(Operation.objects.get(pk=op_id), "approved")
@@ -135,10 +165,10 @@ def _list_able(operation: Operation) -> set[str]:
     return {key.approver for key in operation.policy.read_policy().keys.values() if key.is_break_glass == is_break_glass}
 
 
-def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -> int:
+def _add(usernames: Iterable[str], event: str, *, operation: Operation | None, hooks: Q) -> int:
     now = clock.now()
-    hooks = WebhookEndpoint.objects.filter(is_active=True, takes_usage=False)
-    notices = [Notice(operation=operation, event=event, webhook=hook, due_at=now) for hook in hooks]
+    endpoints = WebhookEndpoint.objects.filter(hooks, is_active=True, takes_usage=False)
+    notices = [Notice(operation=operation, event=event, webhook=endpoint, due_at=now) for endpoint in endpoints]
     if settings.NOTICE_SENDER:
         people = get_user_model().objects.filter(~Q(email=""), username__in=set(usernames), is_active=True)
         notices += [Notice(operation=operation, event=event, person=person, due_at=now) for person in people]
@@ -173,6 +203,10 @@ def write_message(notice: Notice) -> Message:
     event, _, which = notice.event.partition(".")
     if event in FLEET_EVENTS:
         page, context, members = _describe_fleet_event(AuditEvent.objects.get(pk=int(which)), event)
+    elif event == "alerts_many":
+        page, context, members = _describe_alerts(notice, _EPOCH + timedelta(microseconds=int(which)))
+    elif event in ALERT_EVENTS:
+        page, context, members = _describe_alert(Alert.objects.get(pk=int(which)))
     elif notice.operation is None:
         freeze = Freeze.objects.filter(frozen_at__lte=notice.created_at).order_by("-frozen_at").first()
         page, context, members = "approvals/", {"freeze": freeze}, {"frozenBy": freeze.frozen_by if freeze else ""}
@@ -220,6 +254,33 @@ def _describe_fleet_event(audited: AuditEvent, event: str) -> Described:
     return page, {"event": audited}, members
 
 
+def _describe_alert(alert: Alert) -> Described:
+    shown = _show_alert(alert)
+    return f"admin/governance/alert/{alert.pk}/change/", {**shown, "alert": alert}, {"alert": shown}
+
+
+def _describe_alerts(notice: Notice, told_at: datetime) -> Described:
+    """Describe all that was told of at that moment, as far as its receiver wants to know."""
+    least = notice.webhook.least_severity if notice.webhook is not None else settings.ALERT_MAIL_SEVERITY
+    rows = Alert.objects.filter(severity__lte=least)
+    started, ended = rows.filter(told_at=told_at), rows.filter(end_told_at=told_at)
+    named = limits().governance.alert_named
+    first, over = [_show_alert(row) for row in started[:named]], [_show_alert(row) for row in ended[:named]]
+    counts: dict[str, int] = {"started": started.count(), "ended": ended.count()}
+    hidden = counts["started"] + counts["ended"] - len(first) - len(over)
+    members: dict[str, object] = {**counts, "startedAlerts": first, "endedAlerts": over}
+    return "admin/governance/alert/", {**counts, "first": first, "over": over, "hidden": hidden}, members
+
+
+def _show_alert(alert: Alert) -> dict[str, object]:
+    what, advice = load_words().describe(AlertFacts.of(alert))
+    return {
+        "id": alert.pk, "kind": alert.kind, "severity": Severity(alert.severity).word, "what": what, "advice": advice,
+        "object": {"type": alert.object_type, "id": alert.object_id, "name": alert.object_name},
+        "since": int(alert.since.timestamp()), "endedAt": int(alert.ended_at.timestamp()) if alert.ended_at else None,
+    }  # fmt: skip
+
+
 def _find_title(operation: Operation) -> str:
     statement = operation.read_statement()
     try:
@@ -253,9 +314,9 @@ def deliver_due(limit: int = 50) -> int:
     return sent
 
 
-def is_delivery_due() -> bool:
-    """Whether a notice is to be sent now."""
-    return _find_due(clock.now()).exists()
+def is_delivery_due(*, since: datetime | None = None) -> bool:
+    """Whether a notice is to be sent now, or is since then."""
+    return _find_due(since or clock.now()).exists()
 
 
 def _find_due(now: datetime) -> QuerySet[Notice]:

@@ -9,12 +9,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, Self, cast, runtime_checkable
 
 from django.conf import settings
 from django.utils.module_loading import import_string
 
 from governance.errors import UnknownOperation
+from governance.models import Alert
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +181,49 @@ def find_kind(name: str) -> OperationKind:
         known = ", ".join(sorted(settings.OPERATIONS))
         raise UnknownOperation(f"There is no operation {name[:60]!r}. There are: {known}.", param="operation")
     return cast("OperationKind", import_string(path))  # a test sees to it that each is one
+
+
+# What the package above says of alerts
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Where an alert leads. ``fix``: what the link to ``fix_url`` is called. Empty addresses = there is no such page."""
+
+    object_url: str = ""
+    fix: str = ""
+    fix_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertFacts:
+    """What words are made of: the columns of an alert."""
+
+    kind: str
+    code: str
+    object_type: str
+    object_id: str
+    object_name: str
+    params: Mapping[str, object]
+
+    @classmethod
+    def of(cls, row: Alert) -> Self:
+        return cls(row.kind, row.code, row.object_type, row.object_id, row.object_name, row.params)
+
+
+class AlertWords(Protocol):
+    """What the package above says of alerts; ``settings.GOVERNANCE_ALERT_WORDS`` names it."""
+
+    def describe(self, alert: AlertFacts) -> tuple[str, str]:
+        """Return what was seen and what to do, in the language that is active."""
+
+    def name_kind(self, kind: str) -> str:
+        """Return what a kind is called, in a few words."""
+
+    def find_links(self, alert: AlertFacts) -> Links:
+        """Return where pages lead from it."""
+
+
+def load_words() -> AlertWords:
+    """Return what ``settings.GOVERNANCE_ALERT_WORDS`` names."""
+    return cast("AlertWords", import_string(settings.GOVERNANCE_ALERT_WORDS))

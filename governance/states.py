@@ -1,8 +1,11 @@
-"""The two state machines of an operation: its approval, and each carrying out of it. Tables; what is absent is refused."""
+"""The two state machines of an operation: its approval, and each carrying out of it. Tables; what is absent is refused.
+
+And how urgent an alert is.
+"""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 class ApprovalState(StrEnum):
@@ -113,3 +116,19 @@ def next_run(state: RunState, event: RunEvent) -> RunState:
 def sources_of(event: RunEvent) -> list[RunState]:
     """Return the states in which ``event`` may happen, for compare-and-set."""
     return [state for state, other in RUNS if other is event]
+
+
+class Severity(IntEnum):
+    """How urgent an alert is; the lower the sooner."""
+
+    DOWN = 0
+    """Requests or operations fail because of it."""
+    IMPAIRED = 1
+    """Something works less well, or is at risk."""
+    NOTICE = 2
+    """It will fail, or cannot be used, unless somebody acts."""
+
+    @property
+    def word(self) -> str:
+        """The name in the API, in metrics and in messages."""
+        return self.name.lower()

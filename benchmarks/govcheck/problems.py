@@ -1,4 +1,4 @@
-"""What Overview says is wrong, one problem a line. Runs in the environment of the control plane."""
+"""What needs attention, one problem a line. Runs in the environment of the control plane."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ def main() -> int:
     """Print the problems."""
     os.environ["MUSTER_ADMIN_PAGES"] = "true"  # problems link to pages; most programs of an installation do without them
     django.setup()
-    from controlplane.overview import read_overview
+    from controlplane.problems import look_for_problems
+    from governance.alerts import list_open_problems
 
-    for problem in read_overview().problems:
+    look_for_problems()
+    for problem in list_open_problems():
         sys.stdout.write(f"{problem.what} {problem.advice} {problem.link}: {problem.url}\n")
     return 0
 

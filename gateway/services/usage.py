@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from gateway.models import ApiKey, Tenant, UsageDelivery, UsageEvent
 from gateway.services.errors import InvalidValue
 from gateway.services.limits import read_budgets
 from gateway.values import BudgetKind, Counter, find_window
-from governance.notices import DeliveryFailed, list_webhooks, notify_of_budget, post_notice
+from governance.notices import DeliveryFailed, list_reached_budgets, list_webhooks, notify_of_budget, post_notice
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 from wire.ids import format_id
@@ -185,16 +186,12 @@ def read_usage(*, groups: Sequence[str], first: date, last: date, tenant: str | 
 def tell_reached_budgets() -> int:
     """Tell webhooks of budgets of this day and month of which 80 or 100 % is used; return how many were told of."""
     now, told = clock.now(), 0
-    holders: list[Tenant | ApiKey] = [
-        *Tenant.objects.exclude(budgets=[]),
-        *ApiKey.objects.exclude(budgets=[]).filter(revoked_at=None),
-    ]
-    wanted = [(holder, one) for holder in holders for one in read_budgets(holder) if one.kind.is_budget]
+    holders = [(f"{owner_type}:{owner_id}", holder) for owner_type, owner_id, holder in _list_holders()]
+    wanted = [(owner, one) for owner, holder in holders for one in read_budgets(holder) if one.kind.is_budget]
     spent = {kind: _sum_window(kind, now) for kind in {one.kind for _, one in wanted}}
-    for holder, one in wanted:
-        owner = f"tenant:{holder.name}" if isinstance(holder, Tenant) else f"key:{holder.pk}"
+    for owner, one in wanted:
         used = spent[one.kind].get(owner, 0)
-        percent = next((part for part in (100, 80) if used and used * 100 >= one.amount * part), 0)
+        percent = _judge(used, one.amount)
         if percent:
             told += notify_of_budget(
                 owner=owner,
@@ -206,6 +203,49 @@ def tell_reached_budgets() -> int:
                 is_hard=one.is_hard,
             )
     return told
+
+
+@dataclass(frozen=True, slots=True)
+class UsedBudget:
+    """A budget of which 80 or 100 % (``percent``) is used in its day or month. ``owner_type``: tenant or key."""
+
+    owner_type: str
+    owner_id: str
+    owner_name: str
+    kind: str
+    window: str
+    percent: int
+    is_hard: bool
+
+
+def find_used_budgets() -> tuple[UsedBudget, ...]:
+    """Return the budgets of this day and month of which ``tell_reached_budgets`` told; three queries, and nothing is summed.
+
+    A budget that was raised since is judged by what it is now.
+    """
+    now, found = clock.now(), []
+    told = {
+        (event["owner"], event["kind"], event["window"]): event["used"]
+        for event in list_reached_budgets(since=now - timedelta(seconds=limits().gateway.budget_told_s))
+    }
+    for owner_type, owner_id, holder in _list_holders() if told else ():
+        for one in read_budgets(holder):
+            window = find_window(one.kind, now).name if one.kind.is_budget else ""
+            used = told.get((f"{owner_type}:{owner_id}", one.kind.value, window), 0)
+            percent = _judge(used, one.amount)
+            if percent:
+                found.append(UsedBudget(owner_type, owner_id, holder.name, one.kind.value, window, percent, one.is_hard))
+    return tuple(found)
+
+
+def _list_holders() -> list[tuple[str, str, Tenant | ApiKey]]:
+    tenants = [("tenant", tenant.name, tenant) for tenant in Tenant.objects.exclude(budgets=[])]
+    keys = [("key", str(key.pk), key) for key in ApiKey.objects.exclude(budgets=[]).filter(revoked_at=None)]
+    return [*tenants, *keys]
+
+
+def _judge(used: int, amount: int) -> int:
+    return next((part for part in (100, 80) if used and used * 100 >= amount * part), 0)
 
 
 def _sum_window(kind: BudgetKind, now: datetime) -> dict[str, int]:

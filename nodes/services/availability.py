@@ -210,6 +210,7 @@ class NodeHealth:
     clock_skew_ms: int | None = None
     rival_seen_at: datetime | None = None
     rival_address: str = ""
+    drained_at: datetime | None = None
     ejections: tuple[ShownEjection, ...] = ()
     health: Health = Health.HEALTHY
 
@@ -255,7 +256,7 @@ def read_served_models() -> frozenset[str]:
 
 _SAME_COLUMNS = (
     *("name", "max_concurrent", "op_level", "policy_version", "policy_error", "witness_alarm", "clock_skew_ms"),
-    *("rival_seen_at", "rival_address"),
+    *("rival_seen_at", "rival_address", "drained_at"),
 )
 
 

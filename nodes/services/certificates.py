@@ -134,6 +134,13 @@ def describe_authorities() -> list[str]:
     return lines
 
 
+def find_authority_end() -> datetime | None:
+    """Return when the CA that gives certificates expires; None when there is none."""
+    now = read_clock()
+    signing = next((row for row in _list_rows(now) if row.issues_at <= now), None)
+    return _load(signing).not_valid_after_utc if signing is not None else None
+
+
 def read_request(text: str) -> PublicKey:
     """Return the key of a PKCS #10 request (PEM) that is signed by it. Raises CertificateRefused."""
     try:

@@ -50,6 +50,7 @@ NUMBERS: dict[str, str] = {
     "gateway/tasks.py": "ADVISORY_LOCK RECONCILE_LOCK",
     "governance/operations/runs.py": "_FENCE_LOCK",
     "governance/operations/approvals.py": "_POLICY_LOCK _REVIEW_LOCK",
+    "governance/alerts.py": "_LOCK",
     "governance/notices.py": "_UNREADABLE_LOCK _BUDGET_LOCK",
     "governance/operations/proposals.py": "_PROPOSER_LOCK",
     "nodes/services/drains.py": "LOCK_KEY",

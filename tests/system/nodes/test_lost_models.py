@@ -14,6 +14,7 @@ from django.utils import timezone
 from pytest_django import DjangoDbBlocker
 
 from controlplane.overview import read_overview
+from controlplane.problems import look_for_problems
 from core.models import User
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint
@@ -195,6 +196,7 @@ def test_overview_says_so_with_the_page_that_asks_for_the_same_again(
     browser: Client, team: Team, rig: Identity, box: Node
 ) -> None:
     done(team, rig.runner_id, maxContextLength=512)
+    look_for_problems()
     (problem,) = [each for each in read_overview().problems if "any more" in each.what]
     assert (problem.what, problem.link) == (GONE[0], "Propose it again")
     boss = Client()

@@ -37,15 +37,19 @@ from controlplane.env import (
 from controlplane.playground.asks import SURFACES, Ask, AskRefused, build_body, read_ask
 from controlplane.playground.relay import choose_headers
 from controlplane.playground.snippets import JSON, PYTHON, expanding_json, print_literal, write_code
-from controlplane.problems import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
+from controlplane.problem_words import KINDS, WORDS, WORDS_OF
+from controlplane.problems import Facts, PolicyFact, SlowFacts, find_problems
 from core.db import base
 from core.db.base import DatabaseWrapper, WaitLimit, limit_process, limit_waits
-from core.limits import limits
 from gateway.services.errors import InvalidValue, NameTaken
 from gateway.services.explanations import Wait, WaitingModel
 from gateway.services.requests import ExpiringKey, GatewayHealth, OpenRequests
 from gateway.services.rollups import Sums
+from gateway.services.usage import UsedBudget
+from governance.alerts import Problem
 from governance.errors import InvalidAdminToken
+from governance.registry import AlertFacts
+from governance.states import Severity
 from nodes.errors import NodeNotFound
 from nodes.services.availability import FleetOverview, NodeHealth
 from nodes.states import Freshness, Health
@@ -88,8 +92,21 @@ def silent(name: str = "attic") -> NodeHealth:
     return node(name, NodeStatus.OFFLINE, freshness=Freshness.OFFLINE, age_s=7200.0, heard_at=heard_at)
 
 
+def row(problem: Problem) -> AlertFacts:
+    of = problem.object
+    return AlertFacts(problem.kind, problem.code or problem.kind, of.type, of.id, of.name, problem.params)
+
+
+def say(problem: Problem) -> tuple[str, str]:
+    return WORDS.describe(row(problem))
+
+
 def test_nothing_needs_attention_while_all_is_well() -> None:
-    assert find_problems(facts()) == ()
+    assert find_problems(facts()) == []
+
+
+def budget(percent: int, *, is_hard: bool = False) -> UsedBudget:
+    return UsedBudget("tenant", "research", "research", "tokens_per_month", "2026-11", percent, is_hard)
 
 
 TABLE: dict[str, tuple[Facts, str, Severity]] = {
@@ -106,8 +123,8 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
     "failures": (facts(slow=slow(hour=hour(failed=20))), "20 % of the last hour's requests failed.", Severity.IMPAIRED),
     "a node in error": (facts(node(), node("gpu1", NodeStatus.ERROR, last_error="CUDA out of memory")),
         "gpu1 reports an error.", Severity.IMPAIRED),
-    "a late node": (facts(node("late", freshness=Freshness.STALE, age_s=12.0)), "late was last seen 12 s ago.",
-        Severity.IMPAIRED), "a silent node": (facts(node(), silent()), "attic has been silent for 2 h.", Severity.IMPAIRED),
+    "a late node": (facts(node("late", freshness=Freshness.STALE, age_s=12.0)), "late is late.",
+        Severity.IMPAIRED), "a silent node": (facts(node(), silent()), "attic is offline.", Severity.IMPAIRED),
     "a node that was never seen": (facts(node(), node("new", NodeStatus.OFFLINE, freshness=Freshness.OFFLINE, age_s=None)),
         "new was never seen.", Severity.IMPAIRED),
     "a URL that does not answer": (facts(node(probe_error="no answer within 3 s")),
@@ -130,17 +147,44 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
     "a node that trusts no policy": (facts(node(policy_version=0)), "rig trusts no policy.", Severity.NOTICE),
     "a node started without --data": (facts(node(op_level="", policy_version=0)), "rig takes no operations.", Severity.NOTICE),
     "a key that ends soon": (facts(slow=slow(keys=(ExpiringKey(NODE_ID, "ci", NOW + timedelta(days=2)), ))),
-        "The API key ci expires on 2026-11-23 12:00 UTC.", Severity.NOTICE),
+        "The API key ci expires on 2026-11-23.", Severity.NOTICE),
+    "a CA that ends soon": (facts(slow=slow(authority_ends_at=NOW + timedelta(days=3))),
+        "The CA that gives nodes certificates expires on 2026-11-24.", Severity.IMPAIRED),
+    "a CA that ended": (facts(slow=slow(authority_ends_at=NOW)),
+        "The CA that gives nodes certificates expired on 2026-11-21.", Severity.DOWN),
+    "a budget that is nearly used": (facts(slow=slow(budgets=(budget(80), ))),
+        "research has used 80 % of its budget for 2026-11.", Severity.NOTICE),
+    "a soft budget that is used": (facts(slow=slow(budgets=(budget(100), ))),
+        "research has used its whole budget for 2026-11.", Severity.NOTICE),
+    "a hard budget that is used": (facts(slow=slow(budgets=(budget(100, is_hard=True), ))),
+        "research has used its whole budget for 2026-11.", Severity.IMPAIRED),
+    "a node that somebody drained": (facts(node(), node("rig2", NodeStatus.DRAINING, drained_at=NOW - timedelta(hours=2))),
+        "rig2 is drained and takes no work.", Severity.NOTICE),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_one_thing_that_is_wrong_is_one_line_with_a_way_to_mend_it(case: str) -> None:
+def test_one_thing_that_is_wrong_is_one_problem_in_words_with_a_name_of_its_kind(case: str) -> None:
     given, what, severity = TABLE[case]
     (problem,) = find_problems(given)
-    assert (problem.what, problem.severity) == (what, severity)
-    assert problem.url or problem.what.startswith("Valkey")
-    assert bool(problem.link) == bool(problem.url)
+    said, advice = say(problem)
+    assert (said, problem.severity) == (what, severity)
+    assert advice.endswith(".") or problem.params.get("detail")
+    assert "%" not in advice
+    assert problem.kind in KINDS
+
+
+def test_what_a_node_says_stands_in_the_advice_and_another_sentence_where_it_says_nothing() -> None:
+    (spoken,) = find_problems(facts(node(), node("gpu1", NodeStatus.ERROR, last_error="100% CUDA out of memory")))
+    (silent_one,) = find_problems(facts(node(), node("gpu1", NodeStatus.ERROR)))
+    assert (say(spoken)[1], say(silent_one)[1]) == ("100% CUDA out of memory", "See its own log.")
+
+
+def test_every_code_begins_with_a_kind_that_has_a_name() -> None:
+    kinds = {kind.partition(".")[0] for kind in KINDS}
+    assert {code for code in WORDS_OF if code.partition(".")[0] not in kinds} == set()
+    unknown = AlertFacts("node.melted", "node.melted", "node", "1", "rig", {})
+    assert WORDS.describe(unknown) == ("node.melted", "")
 
 
 QUIET = {
@@ -160,36 +204,24 @@ QUIET = {
 
 @pytest.mark.parametrize("case", QUIET)
 def test_what_is_no_problem_is_not_listed(case: str) -> None:
-    assert [problem.what for problem in find_problems(QUIET[case]) if problem.what != "attic has been silent for 2 h."] == []
+    assert [problem.kind for problem in find_problems(QUIET[case]) if problem.kind != "node.offline"] == []
 
 
 @pytest.mark.parametrize(("health", "is_held"), [(Health.SUSPECT, False), (Health.FAILING, True)])
 def test_a_late_node_says_what_becomes_of_its_requests(health: Health, is_held: bool) -> None:
     (problem,) = find_problems(facts(node("late", freshness=Freshness.STALE, age_s=12.0, health=health)))
-    assert ("Slots of other nodes are held" in problem.advice) is is_held
+    assert ("Slots of other nodes are held" in say(problem)[1]) is is_held
 
 
 def test_a_queue_needs_attention_only_when_its_head_has_waited() -> None:
     wait = Wait("nodes full", "Every node is full.", "Add one.")
-    assert find_problems(facts(waits=[WaitingModel("tiny", 40, 1.0, wait)])) == ()
+    assert find_problems(facts(waits=[WaitingModel("tiny", 40, 1.0, wait)])) == []
     problems = find_problems(facts(waits=[WaitingModel("tiny", 3, 9.0, wait), WaitingModel("big", 1, 4.0, wait)]))
-    assert (problems[0].what, problems[0].advice) == (
-        "3 wait for tiny, the first for 9\u00a0s.",
-        "Every node is full. Add one.",
-    )
-    assert problems[1].what == "1 waits for big, for 4\u00a0s."
-
-
-def test_everything_at_once_is_counted_in_full_on_a_list_that_stays_short() -> None:
-    ill: dict[str, Any] = {
-        "model_names": (), "failed": (("a", ""), ("b", ""), ("c", "")), "witness_alarm": "w", "policy_error": "p",
-        "clock_skew_ms": 90_000, "rival_seen_at": NOW, "probe_error": "e", "policy_version": 0,
-    }  # fmt: skip
-    given = facts(*(node(f"rig{number}", **ill) for number in range(7)), gateways=())
-    problems = find_problems(given)
-    said = [problem for case in CASES for problem in case(given)]
-    assert len(problems) == limits().console.problem_lines
-    assert sum(1 + problem.beyond for problem in problems) == len(said)
+    assert [say(problem) for problem in problems] == [
+        ("3 requests wait for tiny.", "Every node is full. Add one."),
+        ("1 request waits for big.", "Every node is full. Add one."),
+    ]
+    assert problems[0].since == NOW - timedelta(seconds=9)
 
 
 BASE = "http://gateway.test:8080"
