@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import urlencode
 
 from django import forms
@@ -21,7 +21,6 @@ from django.forms.widgets import Script
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
-from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
@@ -34,6 +33,11 @@ from unfold.views import ChangeList
 from core.errors import ContractError
 from wire import clock
 from wire.contract import ErrorCode
+
+if TYPE_CHECKING:
+    from django.utils.functional import _StrPromise as Promise  # of a text, as the stubs tell it from other promises
+else:
+    from django.utils.functional import Promise
 
 Row = Any
 """An instance of the model an admin class is for. Django's admin does not say which, so neither can we."""
@@ -62,16 +66,17 @@ class Offer:
 class RowChange:
     """A change of one row that an operator may confirm.
 
-    ``run(row, actor, values)`` calls the service and returns the sentence that says it is done. ``is_offered`` hides a
-    change that makes no sense in the row's state. ``form`` asks for more; its cleaned data become ``values``, and
-    ``read_initial`` says what it holds at first. ``find_offer`` says what may be proposed when the service asks for approval.
+    ``run(row, actor, values)`` calls the service and returns the sentence that says it is done, or what it made.
+    ``is_offered`` hides a change that makes no sense in the row's state. ``form`` asks for more; its cleaned data become
+    ``values``, and ``read_initial`` says what it holds at first. ``find_offer`` says what may be proposed when the service
+    asks for approval.
     ``removes_row``: it is gone afterwards, so the list follows instead of its page.
     """
 
     name: str
     label: Text
     explanation: Text
-    run: Callable[[Row, str, Values], str]
+    run: Callable[[Row, str, Values], str | Created]
     is_offered: Callable[[Row], bool] = lambda row: True
     form: type[forms.Form] | None = None
     is_danger: bool = False
@@ -82,21 +87,29 @@ class RowChange:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """What to do with something that was just made. ``command``: can be pasted into a shell as it stands; ``url``: a page."""
+    """What to do with something that was just made. ``command``: can be pasted as it stands; ``url``: a page.
+
+    ``is_folded``: shown once somebody opens it.
+    """
 
     text: Text
     command: str = ""
     url: str = ""
+    is_folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """What a service made. ``secret`` is shown on the answering page only; ``usage`` and ``steps`` say what to do with it."""
+    """What a service made. ``secret`` is shown on the answering page only; ``usage`` and ``steps`` say what to do with it.
+
+    ``trial``: the model that a button of that page asks with it, empty = there is no such button.
+    """
 
     row: models.Model
     secret: str = ""
     usage: Text = ""
     steps: tuple[NextStep, ...] = ()
+    trial: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +280,15 @@ class ShowingAdmin(FindingAdmin):
             return HttpResponseRedirect(back_url)
         sent = request.POST if request.method == "POST" else None
         form = (change.form or forms.Form)(sent, initial=dict(change.read_initial(row)))
-        if request.method == "POST" and form.is_valid() and self._run_change(request, change, row, form):
-            return HttpResponseRedirect(reverse(f"admin:{self._url_name('changelist')}") if change.removes_row else back_url)
+        if request.method == "POST" and form.is_valid():
+            done = self._run_change(request, change, row, form)
+            if isinstance(done, Created):
+                return self._show_secret(request, done, back_url)
+            if done is not None:
+                messages.success(request, done)
+                return HttpResponseRedirect(
+                    reverse(f"admin:{self._url_name('changelist')}") if change.removes_row else back_url
+                )
         offer = change.find_offer(row, form.cleaned_data) if needs_approval(form) else None
         context = {
             "title": _("%(change)s: %(row)s?") % {"change": change.label, "row": row},
@@ -281,14 +301,20 @@ class ShowingAdmin(FindingAdmin):
         }
         return self.render_page(request, "admin/muster/confirm.html", context)
 
-    def _run_change(self, request: HttpRequest, change: RowChange, row: Row, form: forms.Form) -> bool:
+    def _run_change(self, request: HttpRequest, change: RowChange, row: Row, form: forms.Form) -> str | Created | None:
         try:
-            done = change.run(row, name_actor(request), form.cleaned_data)
+            return change.run(row, name_actor(request), form.cleaned_data)
         except ContractError as refusal:
             form.add_error(None, ValidationError(str(refusal), code=refusal.code.value))
-            return False
-        messages.success(request, done)
-        return True
+            return None
+
+    def _show_secret(self, request: HttpRequest, created: Created, back_url: str) -> HttpResponse:
+        # On the answer itself: a secret passes no session and no cache.
+        page = {"title": f"{created.row}", "secret": created.secret, "usage": created.usage, "steps": created.steps}
+        page |= {"trial": created.trial, "back_url": back_url}
+        response = self.render_page(request, "admin/muster/secret.html", page)
+        response["Cache-Control"] = "no-store"
+        return response
 
     def _confirm_url(self, row: Row, change: RowChange) -> str:
         return reverse(f"admin:{self._url_name('confirm')}", args=[row.pk, change.name])
@@ -345,10 +371,7 @@ class CreatingAdmin(ShowingAdmin):
         if not created.secret:
             messages.success(request, _("Created %(row)s.") % {"row": created.row})
             return HttpResponseRedirect(list_url)
-        page = {"title": f"{created.row}", "secret": created.secret, "usage": created.usage, "steps": created.steps}
-        response = self.render_page(request, "admin/muster/secret.html", {**page, "back_url": list_url})
-        response["Cache-Control"] = "no-store"
-        return response
+        return self._show_secret(request, created, list_url)
 
     def _try_create(self, request: HttpRequest, form: forms.Form) -> Created | None:
         try:

@@ -868,6 +868,7 @@ class GatewayLimits:
     page_body_chars: int = bound(100_000, "bytes", "A longer kept answer is cut on its page, and not indented.")
     page_waiting_models: int = bound(8, "models", "Overview shows no more models that requests wait for.")
     page_named: int = bound(3, "names", "Further names are counted.")
+    page_use_days: int = bound(7, "days", "The lists of keys and tenants say what so many days came to.")
     page_unknown_name_s: float = bound(86_400.0, "s", "A name in no table is looked for among the records of so long.")
     page_asked_s: float = bound(3600.0, "s", "Requests for models without a node are counted so far back.")
     # Longer than a month.

@@ -14,8 +14,10 @@ from django.conf import settings
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.shortcuts import render
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
+from django.utils.translation import gettext as _
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.playground.asks import (
@@ -47,10 +49,13 @@ from gateway.values import TICKETS_PATH
 from governance.web.pages import ADMIN_POLICY, describe_refusal, refuse, script_answer
 from nodes.services.availability import read_fleet
 from nodes.services.tickets import list_ticket_origins
+from wire import clock
+from wire.credentials import CredentialKind, parse_keyid
 from wire.ids import parse_id
 
 DEFAULT_TENANT = "default"
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_TRIAL = "Say hello in one sentence."
 _encode = msgspec.json.Encoder().encode
 
 Answer = Callable[[HttpRequest], HttpResponse]
@@ -129,6 +134,51 @@ async def send(request: HttpRequest) -> HttpResponse | StreamingHttpResponse:
     record = asked.find_record(head.headers.get("x-request-id", ""))
     headers = {**head.headers, **_STREAM_HEADERS, **({"x-playground-record": record} if record else {})}
     return StreamingHttpResponse(relay, status=head.status, headers=headers)
+
+
+@require_POST
+async def try_key(request: HttpRequest) -> HttpResponse:
+    """Ask a model one short question with a key that was just made, and answer what came of it as a part of a page."""
+    key, model = request.POST.get("key", ""), request.POST.get("model", "")
+    question = {"model": model, "max_tokens": 32, "messages": [{"role": "user", "content": _TRIAL}]}
+    try:
+        may_see = await database_sync_to_async(_require_maker, thread_sensitive=False)(request)
+        if parse_keyid(key, CredentialKind.CLIENT) is None:
+            raise AskRefused("This is no API key; one looks like mst_….", param="key")
+        began = clock.monotonic()
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
+        relay = Relay(Call(path=SURFACES[SurfaceName.CHAT].path, body=_encode(question), headers=headers))
+        head = await relay.head()
+        said = b"".join([chunk async for chunk in relay])
+    except (PlaygroundError, ServiceError) as refusal:
+        return render(request, "admin/muster/trial.html", {"error": refusal.message})
+    context = {
+        **_read_trial(head.status, said),
+        "seconds": clock.monotonic() - began,
+        "node": head.headers.get("x-muster-node"),
+    }
+    if may_see:
+        context["record"] = find_record_url(head.headers.get("x-request-id", ""))
+    return render(request, "admin/muster/trial.html", context)
+
+
+def _read_trial(status: int, said: bytes) -> dict[str, str]:
+    """Return ``text`` of an answer, or ``error`` of what the gateway or the engine said instead."""
+    try:
+        answer = msgspec.json.decode(said)
+        if status == HTTPStatus.OK:
+            return {"text": str(answer["choices"][0]["message"]["content"] or "")}
+        return {"error": str(answer["error"]["message"])}
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return {"error": _("The gateway answered with status %(status)s and nothing that can be read.") % {"status": status}}
+
+
+def _require_maker(request: HttpRequest) -> bool:
+    """Let nobody pass who may not make keys; return whether they may see records. Runs in a thread."""
+    _require_player(request)
+    if not may_lend(request):
+        raise NotAllowed("You may not make API keys.")
+    return may_see_records(request)
 
 
 @require_POST
@@ -246,6 +296,7 @@ urlpatterns = [
     path("", admin.site.admin_view(show_playground), name="page"),
     path("send", send, name="send"),
     path("ticket", ask_ticket, name="ticket"),
+    path("trial", try_key, name="trial"),
     path("code", show_code, name="code"),
     path("facts", show_facts, name="facts"),
     path("wait", show_wait, name="wait"),

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from django import forms
 from django.conf import settings
 from django.contrib import admin
 from django.db.models import Count, Exists, OuterRef, Q, QuerySet
 from django.http import HttpRequest
+from django.template.loader import render_to_string
 from django.urls import reverse
+from django.utils.formats import number_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
 from unfold.widgets import (
+    UnfoldAdminCheckboxSelectMultipleWidget,
+    UnfoldAdminDecimalFieldWidget,
     UnfoldAdminIntegerFieldWidget,
     UnfoldAdminSelectWidget,
     UnfoldAdminTextareaWidget,
@@ -25,12 +32,22 @@ from unfold.widgets import (
     UnfoldBooleanSwitchWidget,
 )
 
-from core.admin_pages import Created, CreatingAdmin, NextStep, Offer, RowChange, Values, column
+from core.admin_pages import Created, CreatingAdmin, NextStep, Offer, RowChange, RowList, Text, Values, column
+from core.charts import draw_sparkline
 from core.limits import limits
 from gateway.models import ApiKey, Model, StoredResponse, Tenant
-from gateway.services.keys import change_key_budgets, change_key_limits, create_api_key, revoke_api_key
+from gateway.routing import AUTO
+from gateway.services.keys import (
+    change_key_budgets,
+    change_key_limits,
+    create_api_key,
+    revoke_api_key,
+    rotate_api_key,
+)
 from gateway.services.limits import default_limit, hard_budgets, key_limit, read_budgets, tenant_limit
+from gateway.services.models import list_offers
 from gateway.services.responses import forget_responses
+from gateway.services.rollups import Sums, read_days
 from gateway.services.tenants import (
     change_response_policy,
     change_tenant_budgets,
@@ -40,11 +57,11 @@ from gateway.services.tenants import (
     disable_tenant,
     enable_tenant,
 )
-from gateway.values import MILLION, Budget, BudgetKind, Priority
+from gateway.values import MILLION, Budget, BudgetKind, Dimension, Priority
 from wire import clock
 
 
-def limit_field(label: str, help_text: str) -> forms.IntegerField:
+def limit_field(label: Text, help_text: Text) -> forms.IntegerField:
     return forms.IntegerField(
         label=label,
         help_text=help_text,
@@ -74,53 +91,76 @@ class NameListField(forms.CharField):
         return "\n".join(value) if isinstance(value, list) else value
 
 
-class BudgetsField(forms.CharField):
-    """Budgets, one to a line: a kind, an amount and perhaps ``soft``. Cleans to a list of Budget; of costs in the currency."""
+class BudgetsForm(forms.Form):
+    """What all gateways together let a key or a tenant use: an amount for each kind, empty where there is none.
 
-    widget = UnfoldAdminTextareaWidget(attrs={"rows": 7, "placeholder": "tokens_per_day 1000000", "spellcheck": "false"})
+    Cleans to ``budgets``, a list of Budget; costs are typed in the currency.
+    """
 
-    def clean(self, value: str) -> list[Budget]:
-        """Return the budgets. Raises ValidationError, which says the line."""
-        lines = super().clean(value).splitlines()
-        return [_read_budget(number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: Django's form arguments
+        super().__init__(*args, **kwargs)
+        budgets: Iterable[Budget] = self.initial.pop("budgets", ())
+        today = {one.kind: one for one in budgets}
+        for kind, (label, unit) in _BUDGETS.items():
+            self.fields[kind.value] = forms.DecimalField(
+                label=label,
+                required=False,
+                min_value=0,
+                max_value=Decimal(limits().gateway.budget_amount) / (MILLION if kind.is_cost else 1),
+                decimal_places=6 if kind.is_cost else 0,
+                help_text=_("In %(unit)s. Empty: no limit. 0 refuses every request.") % {"unit": unit},
+                widget=UnfoldAdminDecimalFieldWidget,
+            )
+            if kind.is_budget:
+                self.fields[_name_soft(kind)] = forms.BooleanField(
+                    label=_("Only warn"),
+                    required=False,
+                    help_text=_("Muster refuses nothing when it is used up, and tells the webhooks."),
+                    widget=UnfoldBooleanSwitchWidget,
+                )
+            if kind in today:
+                amount = today[kind].amount
+                self.initial[kind.value] = (Decimal(amount) / MILLION).normalize() if kind.is_cost else amount
+                self.initial[_name_soft(kind)] = not today[kind].is_hard
 
-    def prepare_value(self, value: object) -> object:
-        return "\n".join(map(_print_budget, value)) if isinstance(value, (list, tuple)) else value
+    def clean(self) -> dict[str, Any]:  # Any: Django's cleaned data
+        """Return the budgets as one list."""
+        said = super().clean() or {}
+        kinds = [kind for kind in BudgetKind if said.get(kind.value) is not None]
+        said["budgets"] = [
+            Budget(kind, int(said[kind.value] * (MILLION if kind.is_cost else 1)), is_hard=not said.get(_name_soft(kind)))
+            for kind in kinds
+        ]
+        return said
 
 
-def _read_budget(number: int, words: list[str]) -> Budget:
-    kind, amount, *rest = [*words, "", ""][: max(2, len(words))]
-    if kind not in set(BudgetKind):
-        raise forms.ValidationError(f"Line {number}: give one of {', '.join(BudgetKind)}, not {kind[:40]}.", code="kind")
-    problem = forms.ValidationError(f"Line {number}: write {kind}, an amount such as 1000, and perhaps soft.", code="budget")
-    try:
-        figure = Decimal(amount.replace("_", "")) * (MILLION if BudgetKind(kind).is_cost else 1)
-        whole = int(figure)
-    except (ArithmeticError, ValueError):
-        raise problem from None
-    if whole != figure or rest not in ([], ["soft"], ["hard"]):
-        raise problem
-    return Budget(BudgetKind(kind), whole, is_hard=rest != ["soft"])
+_BUDGETS: dict[BudgetKind, tuple[Text, Text]] = {
+    BudgetKind.ALL_REQUESTS_PER_MINUTE: (gettext_lazy("Requests per minute, all gateways"), gettext_lazy("requests")),
+    BudgetKind.TOKENS_PER_MINUTE: (gettext_lazy("Tokens per minute"), gettext_lazy("tokens")),
+    BudgetKind.CONCURRENT_REQUESTS: (gettext_lazy("Requests at a time"), gettext_lazy("requests")),
+    BudgetKind.TOKENS_PER_DAY: (gettext_lazy("Tokens per day (UTC)"), gettext_lazy("tokens")),
+    BudgetKind.TOKENS_PER_MONTH: (gettext_lazy("Tokens per month (UTC)"), gettext_lazy("tokens")),
+    BudgetKind.COST_PER_DAY: (gettext_lazy("Cost per day (UTC)"), settings.CURRENCY),
+    BudgetKind.COST_PER_MONTH: (gettext_lazy("Cost per month (UTC)"), settings.CURRENCY),
+}
+"""How a page calls each kind, and what its amount is in."""
+
+
+def _name_soft(kind: BudgetKind) -> str:
+    return f"{kind.value}_soft"
 
 
 def _print_budget(budget: Budget) -> str:
-    amount = f"{Decimal(budget.amount) / MILLION:f}" if budget.kind.is_cost else str(budget.amount)
-    return f"{budget.kind} {amount}" + ("" if budget.is_hard else " soft")
+    label, unit = _BUDGETS[budget.kind]
+    amount = Decimal(budget.amount) / MILLION if budget.kind.is_cost else Decimal(budget.amount)
+    values = {"label": label, "amount": number_format(amount.normalize(), force_grouping=True), "unit": unit}
+    if budget.is_hard:
+        return _("%(label)s: %(amount)s %(unit)s") % values
+    return _("%(label)s: %(amount)s %(unit)s, only warns") % values
 
 
 def _print_budgets(holder: ApiKey | Tenant) -> str:
-    return "; ".join(map(_print_budget, read_budgets(holder))) or "none"
-
-
-class BudgetsForm(forms.Form):
-    """What all gateways together let a key or a tenant use."""
-
-    budgets = BudgetsField(
-        label="Limits and budgets",
-        required=False,
-        help_text=f"One to a line: {', '.join(BudgetKind)}, and the amount; a cost is in {settings.CURRENCY}. 0 refuses "
-        "every request. Behind a budget of a day or a month (UTC), soft: it refuses nothing, and webhooks are told.",
-    )
+    return "; ".join(map(_print_budget, read_budgets(holder))) or _("none")
 
 
 def _set_budgets(holder: ApiKey | Tenant, actor: str, values: Values) -> str:
@@ -128,7 +168,7 @@ def _set_budgets(holder: ApiKey | Tenant, actor: str, values: Values) -> str:
         change_tenant_budgets(name=holder.name, budgets=values["budgets"], actor=actor)
     else:
         change_key_budgets(key_id=holder.pk, budgets=values["budgets"], actor=actor)
-    return f"Changed the budgets of {holder.name}."
+    return _("Changed the limits and budgets of %(name)s.") % {"name": holder.name}
 
 
 def _offer_budgets(holder: ApiKey | Tenant, values: Values) -> Offer:
@@ -143,9 +183,11 @@ def _list_more(holder: ApiKey | Tenant, budgets: list[Budget]) -> dict[str, obje
 
 CHANGE_BUDGETS = RowChange(
     name="budgets",
-    label="Change budgets",
-    explanation="Takes effect within seconds, for requests that arrive from then on. All gateways count together. "
-    "A higher hard budget needs approval once there is a policy; a new one does not.",
+    label=gettext_lazy("Change budgets"),
+    explanation=gettext_lazy(
+        "Takes effect within seconds, for requests that arrive from then on. All gateways count together. "
+        "A higher hard budget needs approval once there is a policy; a new one does not."
+    ),
     run=_set_budgets,
     form=BudgetsForm,
     find_offer=_offer_budgets,
@@ -153,37 +195,66 @@ CHANGE_BUDGETS = RowChange(
 )
 
 
-KEY_RATE_HELP = "Empty: the tenant's limit, else the installation's default."
-MODELS_HELP = "Models, aliases or auto, one to a line. Empty: every allow-listed model."
+class ModelsField(forms.MultipleChoiceField):
+    """Names that clients may ask for, to tick: what is allowed and aliases, and what is ticked already."""
+
+    widget = UnfoldAdminCheckboxSelectMultipleWidget
+
+    def offer(self, ticked: Iterable[str]) -> None:
+        """Take what may be ticked now; ``ticked`` may hold what is gone since."""
+        offers = list_offers()
+        names = [AUTO, *offers.models, *(alias.name for alias in offers.aliases)]
+        self.choices = [(name, name) for name in dict.fromkeys([*names, *ticked])]
 
 
 class KeyLimitsForm(forms.Form):
     """The limits of a key."""
 
-    requests_per_minute = limit_field("Requests per minute", KEY_RATE_HELP)
-    allowed_models = NameListField(required=False, help_text=MODELS_HELP)
+    requests_per_minute = limit_field(
+        gettext_lazy("Requests per minute"), gettext_lazy("Empty: the tenant's limit, else the installation's default.")
+    )
+    allowed_models = ModelsField(
+        label=gettext_lazy("Models"), required=False, help_text=gettext_lazy("None ticked: every allowed model.")
+    )
     priority = forms.ChoiceField(
-        choices=[(priority.value, priority.value) for priority in Priority],
+        label=gettext_lazy("Priority"),
+        choices=[
+            (Priority.HIGH.value, gettext_lazy("high")),
+            (Priority.NORMAL.value, gettext_lazy("normal")),
+            (Priority.LOW.value, gettext_lazy("low")),
+        ],
         initial=Priority.NORMAL.value,
         widget=UnfoldAdminSelectWidget,
-        help_text="Order in the node's queue",
+        help_text=gettext_lazy("Order in the queue while requests wait"),
     )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: Django's form arguments
+        super().__init__(*args, **kwargs)
+        models = self.fields["allowed_models"]
+        assert isinstance(models, ModelsField)
+        models.offer(self.initial.get("allowed_models", ()))
 
 
 class ApiKeyForm(KeyLimitsForm):
     """What is asked for a new key."""
 
     name = forms.CharField(
-        max_length=limits().gateway.name_chars, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
+        label=gettext_lazy("Name"),
+        max_length=limits().gateway.name_chars,
+        widget=UnfoldAdminTextInputWidget,
+        help_text=gettext_lazy("Who or what will use it"),
     )
     tenant = forms.ModelChoiceField(
-        queryset=Tenant.objects.filter(is_active=True), widget=UnfoldAdminSelectWidget, empty_label="Choose a tenant"
+        label=gettext_lazy("Tenant"),
+        queryset=Tenant.objects.filter(is_active=True),
+        widget=UnfoldAdminSelectWidget,
+        empty_label=gettext_lazy("Choose a tenant"),
     )
     last_day = forms.DateField(
         required=False,
         widget=DateInput,
-        label="Expires on",
-        help_text="It works until this day ends (UTC). Empty: it never expires.",
+        label=gettext_lazy("Expires on"),
+        help_text=gettext_lazy("The key works until this day ends (UTC). Empty: it never expires."),
     )
     field_order = ("name", "tenant", *KeyLimitsForm.base_fields)
 
@@ -194,7 +265,12 @@ def _end_of(day: date | None) -> datetime | None:
 
 def _revoke(key: ApiKey, actor: str, values: Values) -> str:
     revoke_api_key(key_id=key.pk, actor=actor)
-    return f"Revoked the key {key.name}."
+    return _("Revoked the key %(name)s.") % {"name": key.name}
+
+
+def _rotate(key: ApiKey, actor: str, values: Values) -> Created:
+    key, text = rotate_api_key(key_id=key.pk, actor=actor)
+    return _describe_key(key, text)
 
 
 def _limit_key(key: ApiKey, actor: str, values: Values) -> str:
@@ -205,7 +281,7 @@ def _limit_key(key: ApiKey, actor: str, values: Values) -> str:
         priority=values["priority"],
         actor=actor,
     )
-    return f"Changed the limits of {key.name}."
+    return _("Changed the limits of %(name)s.") % {"name": key.name}
 
 
 def _offer_key_raise(key: ApiKey, values: Values) -> Offer:
@@ -216,25 +292,106 @@ def _offer_key_raise(key: ApiKey, values: Values) -> Offer:
     return Offer(operation="limit-raise", target=f"key:{key.pk}", params=params)
 
 
-def _describe_use(key: ApiKey, text: str) -> tuple[NextStep, ...]:
+def _describe_key(key: ApiKey, text: str) -> Created:
+    """Return the page that shows a key: where clients send it, and how each client is told."""
     base = str(settings.GATEWAY_PUBLIC_URL).rstrip("/")
     allowed = Model.objects.filter(allowed=True).order_by("name").values_list("name", flat=True).first()
-    name = next(iter(key.allowed_models), allowed) or "auto"
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Tell me a story."}]})
-    curl = (
-        f"curl {base}/v1/chat/completions \\\n  -H {shlex.quote(f'Authorization: Bearer {text}')} \\\n"
-        f"  -H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
-    )
-    steps = [NextStep("Try it:", curl)]
+    name = next(iter(key.allowed_models), allowed) or AUTO
+    steps = list_clients(base=base, key=text, model=name)
     if allowed is None:
         models_url = reverse("admin:gateway_model_changelist")
-        steps.insert(0, NextStep("Clients may not use any model yet. Allow one first", url=models_url))
-    environment = f"export OPENAI_BASE_URL={shlex.quote(f'{base}/v1')}\nexport OPENAI_API_KEY={shlex.quote(text)}"
-    return (*steps, NextStep("For a program that uses an OpenAI library:", environment))
+        steps.insert(0, NextStep(_("Clients may not use any model yet. Allow one first"), url=models_url))
+    usage = _("Base URL for OpenAI's clients: %(openai)s. For Anthropic's clients: %(anthropic)s.") % {
+        "openai": f"{base}/v1", "anthropic": base,
+    }  # fmt: skip
+    return Created(row=key, secret=text, usage=usage, steps=tuple(steps), trial=name if allowed is not None else "")
+
+
+def list_clients(*, base: str, key: str, model: str) -> list[NextStep]:
+    """Return how each client is told of the gateway at ``base``: what can be pasted as it stands, the key filled in."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Tell me a story."}], "stream": True})
+    curl = (
+        f"curl -N {base}/v1/chat/completions \\\n  -H {shlex.quote(f'Authorization: Bearer {key}')} \\\n"
+        f"  -H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
+    )
+    python = (
+        "from openai import OpenAI\n\n"
+        f"client = OpenAI(base_url={json.dumps(f'{base}/v1')}, api_key={json.dumps(key)})\n"
+        'question = [{"role": "user", "content": "Tell me a story."}]\n'
+        f"for chunk in client.chat.completions.create(model={json.dumps(model)}, messages=question, stream=True):\n"
+        '    print(chunk.choices[0].delta.content or "" if chunk.choices else "", end="", flush=True)'
+    )
+    openai = f"export OPENAI_BASE_URL={shlex.quote(f'{base}/v1')}\nexport OPENAI_API_KEY={shlex.quote(key)}"
+    claude = (
+        f"export ANTHROPIC_BASE_URL={shlex.quote(base)} ANTHROPIC_AUTH_TOKEN={shlex.quote(key)}\n"
+        f"export ANTHROPIC_MODEL={shlex.quote(model)} ANTHROPIC_DEFAULT_HAIKU_MODEL={shlex.quote(model)}\nclaude"
+    )
+    codex = (
+        f"export MUSTER_API_KEY={shlex.quote(key)}\n"
+        f"codex -m {shlex.quote(model)} -c model_provider=muster -c model_providers.muster.name=Muster \\\n"
+        f"  -c model_providers.muster.base_url={shlex.quote(f'{base}/v1')} \\\n"
+        "  -c model_providers.muster.env_key=MUSTER_API_KEY -c model_providers.muster.wire_api=responses"
+    )
+    aider = (
+        f"export OPENAI_API_BASE={shlex.quote(f'{base}/v1')} OPENAI_API_KEY={shlex.quote(key)}\n"
+        f"aider --model {shlex.quote(f'openai/{model}')} --edit-format diff"
+    )
+    webui = (
+        f"OPENAI_API_BASE_URL={shlex.quote(f'{base}/v1')} OPENAI_API_KEY={shlex.quote(key)} ENABLE_OLLAMA_API=false \\\n"
+        "  open-webui serve"
+    )
+    return [
+        NextStep(_("In a terminal, with curl"), curl),
+        NextStep(_("Variables of programs that use an OpenAI library"), openai),
+        *(
+            NextStep(name, command, is_folded=True)
+            for name, command in (
+                ("Python", python), ("Claude Code", claude), ("Codex", codex), ("aider", aider), ("Open WebUI", webui),
+            )
+        ),
+    ]  # fmt: skip
 
 
 def _is_usable(key: ApiKey) -> bool:
     return key.revoked_at is None
+
+
+def _draw_use(days: Iterable[Sums]) -> SafeString:
+    """Return a small line of requests by day, with their number."""
+    counts = [day.requests for day in days]
+    used = sum(counts)
+    said = ngettext("%(count)s request", "%(count)s requests", used) % {"count": number_format(used, force_grouping=True)}
+    path = draw_sparkline(counts, width=100, height=24) if used else ""
+    return SafeString(render_to_string("admin/muster/use.html", {"path": path, "said": said}))
+
+
+class UseList(RowList):
+    """A list whose rows say what they were used for, which is one query for all of a page. ``dimension``: of the rows."""
+
+    dimension: ClassVar[Dimension]
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Find the rows of the page, and give each its ``use``."""
+        super().get_results(request)
+        rows: list[Any] = list(self.result_list)  # type: ignore[has-type]  # Django types no list of results
+        names = [self.name(row) for row in rows]
+        found = read_days(limits().gateway.page_use_days, self.dimension, most=len(names), names=names).named if names else ()
+        days = {one.name: one.days for one in found}
+        for row in rows:
+            row.use = days.get(self.name(row), ())
+        self.result_list = rows
+
+    def name(self, row: ApiKey | Tenant) -> str:
+        """Return the name of the row's sums."""
+        return row.name if isinstance(row, Tenant) else str(row.pk)
+
+
+class KeyList(UseList):
+    dimension = Dimension.KEY
+
+
+class TenantList(UseList):
+    dimension = Dimension.TENANT
 
 
 @admin.register(ApiKey)
@@ -242,12 +399,12 @@ class ApiKeyAdmin(CreatingAdmin):
     """Client keys. Shown once, revoked, never deleted."""
 
     list_display = (
-        "show_name", "tenant", "show_state", "show_rate", "show_models", "priority", "last_used_at", "created_at",
+        "show_name", "tenant", "show_state", "show_use", "show_rate", "show_models", "last_used_at", "expires_at",
         "show_changes",
     )  # fmt: skip
     list_select_related = ("tenant",)
     is_live = True
-    empty_words = (
+    empty_words = gettext_lazy(
         "A client sends an API key with every request. Create one for each app or person, so that you can revoke it alone."
     )
     list_filter = ("tenant", ("revoked_at", admin.EmptyFieldListFilter))
@@ -258,14 +415,18 @@ class ApiKeyAdmin(CreatingAdmin):
     )  # fmt: skip
     readonly_fields = fields
     create_form = ApiKeyForm
-    create_title = "New API key"
-    create_explanation = "Clients send it as a bearer token. The next page shows it once; only its hash is stored."
+    create_title = gettext_lazy("New API key")
+    create_explanation = gettext_lazy(
+        "Clients send it as a bearer token. The next page shows it once; Muster stores only its hash."
+    )
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="limits",
-            label="Change limits",
-            explanation="Takes effect within seconds, for requests that arrive from then on. "
-            "Giving the key more than it has needs approval once there is a policy.",
+            label=gettext_lazy("Change limits"),
+            explanation=gettext_lazy(
+                "Takes effect within seconds, for requests that arrive from then on. "
+                "Giving the key more than it has needs approval once there is a policy."
+            ),
             run=_limit_key,
             is_offered=_is_usable,
             form=KeyLimitsForm,
@@ -278,14 +439,30 @@ class ApiKeyAdmin(CreatingAdmin):
         ),
         replace(CHANGE_BUDGETS, is_offered=_is_usable),
         RowChange(
+            name="rotate",
+            label=gettext_lazy("Rotate"),
+            explanation=gettext_lazy(
+                "The key gets another text, which the next page shows once. The text that clients have now stops working "
+                "within five seconds. Limits, budgets and what was used of them stay."
+            ),
+            run=_rotate,
+            is_offered=_is_usable,
+            is_danger=True,
+        ),
+        RowChange(
             name="revoke",
-            label="Revoke",
-            explanation="The key stops working everywhere within five seconds, for good. Requests under way end normally.",
+            label=gettext_lazy("Revoke"),
+            explanation=gettext_lazy(
+                "The key stops working everywhere within five seconds, for good. Requests under way end normally."
+            ),
             run=_revoke,
             is_offered=_is_usable,
             is_danger=True,
         ),
     )
+
+    def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RowList]:
+        return KeyList
 
     def create(self, actor: str, values: Values) -> Created:
         key, text = create_api_key(
@@ -297,48 +474,55 @@ class ApiKeyAdmin(CreatingAdmin):
             expires_at=_end_of(values["last_day"]),
             actor=actor,
         )
-        return Created(row=key, secret=text, steps=_describe_use(key, text))
+        return _describe_key(key, text)
 
-    @column("Limits and budgets")
+    @column(gettext_lazy("Limits and budgets"))
     def show_budgets(self, key: ApiKey) -> str:
         return _print_budgets(key)
 
-    @column("Name", ordering="name")
+    @column(gettext_lazy("Name"), ordering="name")
     def show_name(self, key: ApiKey) -> SafeString:
         return format_html('<span class="mst-pair"><span>{}</span><small>{}…</small></span>', key.name, key.prefix)
 
-    @column("Key")
+    @column(gettext_lazy("Key"))
     def show_prefix(self, key: ApiKey) -> str:
         return f"{key.prefix}…"
 
     @column(
-        "State",
+        gettext_lazy("State"),
         ordering="revoked_at",
-        label={"active": "success", "expired": "warning", "revoked": "danger", "tenant off": "warning"},
+        label={"active": "success", "expired": "warning", "revoked": "danger", "tenant disabled": "warning"},
     )
-    def show_state(self, key: ApiKey) -> str:
+    def show_state(self, key: ApiKey) -> tuple[str, str]:
         if key.revoked_at is not None:
-            return "revoked"
+            return "revoked", _("revoked")
         if key.expires_at is not None and key.expires_at <= clock.now():
-            return "expired"
-        return "active" if key.tenant.is_active else "tenant off"
+            return "expired", _("expired")
+        return ("active", _("active")) if key.tenant.is_active else ("tenant disabled", _("tenant disabled"))
 
-    @column("Requests/min")
+    @column(gettext_lazy("Last 7 days"))
+    def show_use(self, key: ApiKey) -> SafeString:
+        return _draw_use(getattr(key, "use", ()))
+
+    @column(gettext_lazy("Requests/min"))
     def show_rate(self, key: ApiKey) -> str:
         if key.requests_per_minute is not None:
-            return str(key.requests_per_minute)
-        return "default" if key.tenant.requests_per_minute is None else f"{key.tenant.requests_per_minute} (tenant)"
+            return number_format(key.requests_per_minute, force_grouping=True)
+        if key.tenant.requests_per_minute is None:
+            return _("default")
+        return _("%(limit)s (tenant)") % {"limit": number_format(key.tenant.requests_per_minute, force_grouping=True)}
 
-    @column("Models")
+    @column(gettext_lazy("Models"))
     def show_models(self, key: ApiKey) -> str:
-        return ", ".join(key.allowed_models) or "all allowed"
+        return ", ".join(key.allowed_models) or _("all allowed")
 
 
 class TenantLimitForm(forms.Form):
     """The limits of a tenant."""
 
     requests_per_minute = limit_field(
-        "Requests per minute", "What its keys get unless a key says otherwise. Empty: the installation's default."
+        gettext_lazy("Requests per minute"),
+        gettext_lazy("What its keys get unless a key says otherwise. Empty: the installation's default."),
     )
 
 
@@ -346,7 +530,10 @@ class TenantForm(TenantLimitForm):
     """What is asked for a new tenant."""
 
     name = forms.CharField(
-        max_length=limits().gateway.name_chars, widget=UnfoldAdminTextInputWidget, help_text="A team or a customer"
+        label=gettext_lazy("Name"),
+        max_length=limits().gateway.name_chars,
+        widget=UnfoldAdminTextInputWidget,
+        help_text=gettext_lazy("A team or a customer"),
     )
     field_order = ("name",)
 
@@ -355,11 +542,13 @@ class TenantWeightForm(forms.Form):
     """The weight of a tenant in the queue."""
 
     weight = forms.IntegerField(
-        label="Weight in percent",
+        label=gettext_lazy("Weight in percent"),
         min_value=1,
         max_value=limits().gateway.tenant_weight,
         widget=UnfoldAdminIntegerFieldWidget,
-        help_text="Its part of the slots while requests wait. 100: as much as other tenants; 250: two and a half times that.",
+        help_text=gettext_lazy(
+            "Its part of the slots while requests wait. 100: as much as other tenants; 250: two and a half times that."
+        ),
     )
 
 
@@ -367,38 +556,38 @@ class ResponsePolicyForm(forms.Form):
     """Whether answers are kept, and how long."""
 
     stores_responses = forms.BooleanField(
-        label="Keep answers of /v1/responses",
+        label=gettext_lazy("Keep answers of /v1/responses"),
         required=False,
         widget=UnfoldBooleanSwitchWidget,
-        help_text="With the prompts they answer, in this installation's database",
+        help_text=gettext_lazy("With the prompts they answer, in this installation's database"),
     )
     responses_kept_days = forms.IntegerField(
-        label="Days",
+        label=gettext_lazy("Days"),
         min_value=1,
         max_value=limits().gateway.kept_days,
         widget=UnfoldAdminIntegerFieldWidget,
-        help_text="Then they are deleted",
+        help_text=gettext_lazy("Then they are deleted"),
     )
 
 
 def _disable(tenant: Tenant, actor: str, values: Values) -> str:
     disable_tenant(name=tenant.name, actor=actor)
-    return f"Disabled {tenant.name}: its keys are refused from now on."
+    return _("Disabled %(name)s. Its keys are refused from now on.") % {"name": tenant.name}
 
 
 def _enable(tenant: Tenant, actor: str, values: Values) -> str:
     enable_tenant(name=tenant.name, actor=actor)
-    return f"Enabled {tenant.name}."
+    return _("Enabled %(name)s.") % {"name": tenant.name}
 
 
 def _limit_tenant(tenant: Tenant, actor: str, values: Values) -> str:
     change_tenant_limit(name=tenant.name, requests_per_minute=values["requests_per_minute"], actor=actor)
-    return f"Changed the limits of {tenant.name}."
+    return _("Changed the limits of %(name)s.") % {"name": tenant.name}
 
 
 def _weigh_tenant(tenant: Tenant, actor: str, values: Values) -> str:
     change_tenant_weight(name=tenant.name, weight=values["weight"], actor=actor)
-    return f"Changed the weight of {tenant.name}."
+    return _("Changed the weight of %(name)s.") % {"name": tenant.name}
 
 
 def _set_response_policy(tenant: Tenant, actor: str, values: Values) -> str:
@@ -409,13 +598,18 @@ def _set_response_policy(tenant: Tenant, actor: str, values: Values) -> str:
         actor=actor,
     )
     if not changed.stores_responses:
-        return f"Answers are not kept for {tenant.name}."
-    return f"Answers are kept for {tenant.name}, for {changed.responses_kept_days} days."
+        return _("Muster keeps no answers for %(name)s.") % {"name": tenant.name}
+    days = changed.responses_kept_days
+    said = ngettext(
+        "Muster keeps answers for %(name)s for %(days)s day.", "Muster keeps answers for %(name)s for %(days)s days.", days
+    )
+    return said % {"name": tenant.name, "days": days}
 
 
 def _forget_responses(tenant: Tenant, actor: str, values: Values) -> str:
     deleted = forget_responses(tenant=tenant.name, actor=actor)
-    return f"Deleted what was kept for {tenant.name}: {deleted} answers."
+    said = ngettext("Deleted %(count)s answer of %(name)s.", "Deleted %(count)s answers of %(name)s.", deleted)
+    return said % {"count": deleted, "name": tenant.name}
 
 
 def _has_kept(tenant: Tenant) -> bool:
@@ -431,23 +625,25 @@ def _offer_tenant_raise(tenant: Tenant, values: Values) -> Offer:
 class TenantAdmin(CreatingAdmin):
     """Who the work is for."""
 
-    list_display = ("name", "show_state", "show_rate", "show_keys", "show_kept", "created_at", "show_changes")
+    list_display = ("name", "show_state", "show_use", "show_rate", "show_keys", "show_budgets", "show_kept", "show_changes")
     search_fields = ("name",)
     fields = (
         "name", "is_active", "requests_per_minute", "show_budgets", "show_weight", "stores_responses", "responses_kept_days",
         "created_at", "updated_at",
     )  # fmt: skip
     readonly_fields = fields
-    empty_words = "A tenant is a team or a customer. API keys belong to one, and share its limits."
+    empty_words = gettext_lazy("A tenant is a team or a customer. API keys belong to one, and share its limits.")
     create_form = TenantForm
-    create_title = "New tenant"
-    create_explanation = "Keys belong to a tenant, and its name stands in every request record."
+    create_title = gettext_lazy("New tenant")
+    create_explanation = gettext_lazy("Keys belong to a tenant, and its name stands in every request record.")
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="limits",
-            label="Change limits",
-            explanation="Takes effect within seconds, for requests that arrive from then on. "
-            "Giving the tenant more than it has needs approval once there is a policy.",
+            label=gettext_lazy("Change limits"),
+            explanation=gettext_lazy(
+                "Takes effect within seconds, for requests that arrive from then on. "
+                "Giving the tenant more than it has needs approval once there is a policy."
+            ),
             run=_limit_tenant,
             form=TenantLimitForm,
             find_offer=_offer_tenant_raise,
@@ -456,9 +652,11 @@ class TenantAdmin(CreatingAdmin):
         CHANGE_BUDGETS,
         RowChange(
             name="weight",
-            label="Change weight",
-            explanation="Takes effect within seconds, for requests that arrive from then on. It counts only while requests "
-            "wait. A higher weight takes from other tenants and needs approval once there is a policy.",
+            label=gettext_lazy("Change weight"),
+            explanation=gettext_lazy(
+                "Takes effect within seconds, for requests that arrive from then on. It counts only while requests "
+                "wait. A higher weight takes from other tenants and needs approval once there is a policy."
+            ),
             run=_weigh_tenant,
             form=TenantWeightForm,
             find_offer=lambda tenant, values: Offer(
@@ -470,10 +668,12 @@ class TenantAdmin(CreatingAdmin):
         ),
         RowChange(
             name="responses",
-            label="Keep answers",
-            explanation="Takes effect within seconds, for answers of /v1/responses that are made from then on. Clients of this "
-            "tenant can then ask for them again and go on from them; operators who may view kept responses can read them. "
-            "What is kept already stays until the day it was given: another change deletes it.",
+            label=gettext_lazy("Keep answers"),
+            explanation=gettext_lazy(
+                "Takes effect within seconds, for answers of /v1/responses that are made from then on. Clients of this "
+                "tenant can then ask for them again and go on from them; operators who may view kept responses can read them. "
+                "What is kept already stays until the day it was given: another change deletes it."
+            ),
             run=_set_response_policy,
             form=ResponsePolicyForm,
             read_initial=lambda tenant: {
@@ -483,25 +683,29 @@ class TenantAdmin(CreatingAdmin):
         ),
         RowChange(
             name="forget",
-            label="Delete kept answers",
-            explanation="Every kept answer of this tenant is deleted, with its prompts, for good. Conversations that go on "
-            "from one are refused from then on. Whether new answers are kept does not change.",
+            label=gettext_lazy("Delete kept answers"),
+            explanation=gettext_lazy(
+                "Every kept answer of this tenant is deleted, with its prompts, for good. Conversations that go on "
+                "from one are refused from then on. Whether new answers are kept does not change."
+            ),
             run=_forget_responses,
             is_offered=_has_kept,
             is_danger=True,
         ),
         RowChange(
             name="disable",
-            label="Disable",
-            explanation="Its keys are refused within seconds. Requests under way end normally. It can be enabled again.",
+            label=gettext_lazy("Disable"),
+            explanation=gettext_lazy(
+                "Its keys are refused within seconds. Requests under way end normally. It can be enabled again."
+            ),
             run=_disable,
             is_offered=lambda tenant: tenant.is_active,
             is_danger=True,
         ),
         RowChange(
             name="enable",
-            label="Enable",
-            explanation="The keys of this tenant work again within seconds, except revoked and expired ones.",
+            label=gettext_lazy("Enable"),
+            explanation=gettext_lazy("The keys of this tenant work again within seconds, except revoked and expired ones."),
             run=_enable,
             is_offered=lambda tenant: not tenant.is_active,
         ),
@@ -513,29 +717,39 @@ class TenantAdmin(CreatingAdmin):
         queryset: QuerySet[Tenant] = super().get_queryset(request).annotate(usable_keys=usable, has_kept=kept)
         return queryset
 
+    def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RowList]:
+        return TenantList
+
     def create(self, actor: str, values: Values) -> Created:
         return Created(row=create_tenant(name=values["name"], requests_per_minute=values["requests_per_minute"], actor=actor))
 
-    @column("State", ordering="is_active", label={"active": "success", "disabled": "danger"})
-    def show_state(self, tenant: Tenant) -> str:
-        return "active" if tenant.is_active else "disabled"
+    @column(gettext_lazy("State"), ordering="is_active", label={"active": "success", "disabled": "danger"})
+    def show_state(self, tenant: Tenant) -> tuple[str, str]:
+        return ("active", _("active")) if tenant.is_active else ("disabled", _("disabled"))
 
-    @column("Requests/min", ordering="requests_per_minute")
+    @column(gettext_lazy("Last 7 days"))
+    def show_use(self, tenant: Tenant) -> SafeString:
+        return _draw_use(getattr(tenant, "use", ()))
+
+    @column(gettext_lazy("Requests/min"), ordering="requests_per_minute")
     def show_rate(self, tenant: Tenant) -> str:
-        return "default" if tenant.requests_per_minute is None else str(tenant.requests_per_minute)
+        limit = tenant.requests_per_minute
+        return _("default") if limit is None else number_format(limit, force_grouping=True)
 
-    @column("Limits and budgets")
+    @column(gettext_lazy("Limits and budgets"))
     def show_budgets(self, tenant: Tenant) -> str:
         return _print_budgets(tenant)
 
-    @column("Weight in the queue")
+    @column(gettext_lazy("Weight in the queue"))
     def show_weight(self, tenant: Tenant) -> str:
         return f"{tenant.weight} %"
 
-    @column("Keys in use", ordering="usable_keys")
+    @column(gettext_lazy("Keys in use"), ordering="usable_keys")
     def show_keys(self, tenant: Tenant) -> int:
         return int(getattr(tenant, "usable_keys", 0))
 
-    @column("Keeps answers", ordering="stores_responses")
+    @column(gettext_lazy("Keeps answers"), ordering="stores_responses")
     def show_kept(self, tenant: Tenant) -> str:
-        return f"{tenant.responses_kept_days} days" if tenant.stores_responses else "no"
+        if not tenant.stores_responses:
+            return _("no")
+        return ngettext("%(days)s day", "%(days)s days", tenant.responses_kept_days) % {"days": tenant.responses_kept_days}

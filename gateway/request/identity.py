@@ -67,7 +67,11 @@ class KeyRing:
         if self._unknown.get(keyid, 0.0) > now:
             return None
         try:
+            version = self.catalogue.version
             entry = await run_in_database(self._load, keyid, address)
+            if entry is not None and version != self.catalogue.version:
+                # What a sweep took meanwhile is newer: the key may have been revoked or rotated since we looked.
+                entry = await run_in_database(self._load, keyid, address)
         except DatabaseError:
             raise RecordsUnavailable("The key cannot be checked now; please retry", retry_after_s=2) from None
         if entry is None:
@@ -75,7 +79,6 @@ class KeyRing:
                 self._unknown.clear()
             self._unknown[keyid] = now + limits().gateway.unknown_key_s
             return None
-        # What a sweep took meanwhile is newer: the key may have been revoked since we looked.
         return self.catalogue.keys.setdefault(keyid, entry)
 
     def _load(self, keyid: str, address: str) -> KeyEntry | None:

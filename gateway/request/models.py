@@ -190,8 +190,12 @@ class Catalogue:
         self.version += 1
         if replace:
             self.keys = dict(entries)
-        else:
-            self.keys.update(entries)
+            return
+        # A key that was rotated has another key id, and its old one is nobody's.
+        newest = {entry.caller.key_id: keyid for keyid, entry in entries}
+        for keyid in [old for old, entry in self.keys.items() if newest.get(entry.caller.key_id, old) != old]:
+            del self.keys[keyid]
+        self.keys.update(entries)
 
     def apply_models(self, entries: list[ModelEntry]) -> None:
         self.version += 1

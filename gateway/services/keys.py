@@ -102,6 +102,20 @@ def revoke_api_key(*, key_id: uuid.UUID, actor: str) -> ApiKey:
 
 
 @transaction.atomic
+def rotate_api_key(*, key_id: uuid.UUID, actor: str) -> tuple[ApiKey, str]:
+    """Give a key another text, which exists nowhere else and is shown once; the old one ends everywhere within seconds.
+
+    Limits, budgets, what was used of them and records stay. Raises KeyNotFound, KeyRevoked.
+    """
+    key, minted = _lock_key(key_id), mint_credential(CredentialKind.CLIENT)
+    before, key.keyid, key.digest = key.keyid, minted.keyid, minted.digest
+    key.save(update_fields=["keyid", "digest", "updated_at"])
+    record_event(actor=actor, action="api_key.rotate", target=key.name, detail={"from": before, "keyid": minted.keyid})
+    publish_hint("keys", str(key.pk))
+    return key, minted.text
+
+
+@transaction.atomic
 def change_key_limits(
     *,
     key_id: uuid.UUID,

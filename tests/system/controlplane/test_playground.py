@@ -32,6 +32,7 @@ from gateway.services.tenants import create_tenant, disable_tenant
 from tests.fakes.control_process import free_port
 from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
 from tests.fakes.waiting import eventually
+from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAGE, SEND, CODE, TICKET = (f"/admin/playground/{name}" for name in ("", "send", "code", "ticket"))
@@ -244,6 +245,23 @@ async def test_the_page_is_told_what_to_ask_the_node_of_its_ticket(operator: Cli
         async with rogue(answer(status, body), settings):
             passed = await ask()
         assert (passed.status_code, passed.json()) == (status, body)
+
+
+async def test_a_new_key_is_tried_and_the_page_says_what_came_of_it(operator: Client, settings: Any) -> None:
+    key = mint_credential(CredentialKind.CLIENT).text
+    ask = sync_to_async(lambda text=key: operator.post("/admin/playground/trial", {"key": text, "model": MODEL}).text)
+    good = {"choices": [{"message": {"role": "assistant", "content": "Hello & <hi>"}}]}
+    for status, body, said in (
+        (200, good, "Hello &amp; &lt;hi&gt;"),
+        (429, {"error": {"message": "slow down"}}, "slow down"),
+        (502, ["?"], "The gateway answered with status 502"),
+    ):
+        async with rogue(answer(status, body), settings) as gateway:
+            assert said in await ask()
+        assert f"bearer {key}".encode().lower() in gateway.heard.lower()
+    assert "This is no API key" in await ask("sk-1")
+    settings.PLAYGROUND_GATEWAY_URL = f"http://127.0.0.1:{free_port()}"
+    assert "No gateway answers" in await ask()
 
 
 CALL = Call(path="/v1/chat/completions", body=b"{}", headers={"authorization": "Bearer mst_x"})

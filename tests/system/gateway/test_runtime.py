@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -28,7 +28,7 @@ from gateway.models import ApiKey, GatewayProcess, Model, Tenant
 from gateway.process import GatewayRuntime
 from gateway.request.identity import KeyRing
 from gateway.request.models import AliasEntry, Catalogue, KeyEntry, read_marks, store_key_use
-from gateway.services.keys import change_key_limits, create_api_key, revoke_api_key
+from gateway.services.keys import change_key_limits, create_api_key, revoke_api_key, rotate_api_key
 from gateway.services.models import allow_model
 from gateway.services.tenants import create_tenant, disable_tenant
 from gateway.values import Caller, ModelEntry
@@ -326,18 +326,24 @@ async def test_a_gateway_whose_background_dies_stops_itself() -> None:
 
 
 class OvertakenCatalogue(Catalogue):
-    """A catalogue whose look-up of a key is still on its way when the key is revoked and a sweep takes the change."""
+    """A catalogue whose look-up of a key is still on its way when the key is changed and a sweep takes the change."""
+
+    def __init__(self, change: Callable[..., object]) -> None:
+        super().__init__(GatewayLimits())
+        self._change = change
 
     def load_key(self, keyid: str) -> KeyEntry | None:
         entry = super().load_key(keyid)
-        revoke_api_key(key_id=ApiKey.objects.get(keyid=keyid).pk, actor=ACTOR)
-        self.apply_keys(self.load_keys(None), replace=False)
+        if entry is not None:
+            self._change(key_id=entry.caller.key_id, actor=ACTOR)
+            self.apply_keys(self.load_keys(None), replace=False)
         return entry
 
 
-async def test_a_look_up_that_a_revocation_overtook_does_not_let_the_key_live_on() -> None:
+@pytest.mark.parametrize("change", [revoke_api_key, rotate_api_key])
+async def test_a_look_up_that_a_change_overtook_does_not_let_the_key_live_on(change: Callable[..., object]) -> None:
     _, text = await new_key()
-    ring = KeyRing(OvertakenCatalogue(GatewayLimits()))
+    ring = KeyRing(OvertakenCatalogue(change))
     for _ in range(2):
         with pytest.raises(InvalidApiKey):
             await ring.identify({"authorization": f"Bearer {text}"})
@@ -357,6 +363,20 @@ async def test_boxes_that_leave_while_their_rows_are_held_do_not_make_a_gateway_
             await eventually(row.exclude(heartbeat_at=last).aexists)
         other.close()
         await farewell
+
+
+async def test_a_rotated_key_is_taken_by_its_new_text_alone() -> None:
+    async with run_gateway() as runtime:
+        key, old = await new_key()
+        ring = KeyRing(runtime.catalogue)
+        assert (await ring.identify({"x-api-key": old})).key_id == key.pk
+
+        _, text = await sync_to_async(rotate_api_key)(key_id=key.pk, actor=ACTOR)
+
+        assert (await ring.identify({"x-api-key": text})).key_id == key.pk
+        await eventually(lambda: key.keyid not in runtime.catalogue.keys)
+        with pytest.raises(InvalidApiKey):
+            await ring.identify({"x-api-key": old})
 
 
 @sync_to_async

@@ -5,10 +5,9 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
-from django import forms
 
 from core.limits import limits
-from gateway.admin.callers import BudgetsField
+from gateway.admin.callers import BudgetsForm
 from gateway.models import ApiKey
 from gateway.request.models import Catalogue
 from gateway.services.errors import InvalidValue
@@ -107,18 +106,20 @@ def test_a_cached_token_costs_no_more_than_another_one() -> None:
         change_model_prices(name="m", input_price=Decimal(1), cached_price=Decimal(2), output_price=Decimal(1), actor=ACTOR)
 
 
-def test_a_page_says_budgets_one_to_a_line() -> None:
-    field = BudgetsField()
-    text = "tokens_per_day 1000 soft\ncost_per_month 12.5"
-    read = field.clean(text)
+def test_a_form_has_a_field_for_each_kind_and_keeps_what_stands_there() -> None:
+    budgets = [Budget(DAY, 1000, is_hard=False), Budget(BudgetKind.COST_PER_MONTH, 12_500_000)]
+    shown = BudgetsForm(initial={"budgets": budgets})
+    sent = {name: shown.get_initial_for_field(field, name) for name, field in shown.fields.items()}
 
-    assert read == [Budget(DAY, 1000, is_hard=False), Budget(BudgetKind.COST_PER_MONTH, 12_500_000)]
-    assert field.prepare_value(read) == text
+    form = BudgetsForm({name: value for name, value in sent.items() if value})
+
+    assert form.is_valid(), form.errors
+    assert form.cleaned_data["budgets"] == budgets
 
 
-@pytest.mark.parametrize(
-    "line", ["tokens 5", "tokens_per_day", "tokens_per_day x", "tokens_per_day 1.5", "tokens_per_day 1 big"]
-)
-def test_a_line_that_cannot_be_read_is_named(line: str) -> None:
-    with pytest.raises(forms.ValidationError, match="Line 2"):
-        BudgetsField().clean(f"tokens_per_day 1\n{line}")
+@pytest.mark.parametrize("amount", ["x", "1.5", "-1"])
+def test_an_amount_that_cannot_be_is_refused_beside_its_field(amount: str) -> None:
+    form = BudgetsForm({"tokens_per_day": amount, "tokens_per_minute": "5"})
+
+    assert list(form.errors) == ["tokens_per_day"]
+    assert form["tokens_per_minute"].value() == "5"

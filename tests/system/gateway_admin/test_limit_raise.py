@@ -369,7 +369,7 @@ def test_a_page_on_which_more_is_asked_for_offers_to_propose_it(boss: Client, te
     none = dict.fromkeys(CAPS, "")
     offered: list[tuple[str, dict[str, Any], dict[str, list[str]]]] = [
         (reverse("admin:gateway_apikey_confirm", args=[key.pk, "limits"]),
-         {"requests_per_minute": 500, "allowed_models": "", "priority": "high"},
+         {"requests_per_minute": 500, "allowed_models": [], "priority": "high"},
          {"target": [f"key:{key.pk}"], "requests_per_minute": ["500"], "priority": ["high"]}),
         (reverse("admin:gateway_model_confirm", args=[big.pk, "caps"]), none | {"max_tokens": 4096},
          {"target": ["model:big"], "max_tokens": ["4096"], "max_queue": [str(LIMITS.max_queue)]}),
@@ -383,7 +383,7 @@ def test_a_page_on_which_more_is_asked_for_offers_to_propose_it(boss: Client, te
     assert not Model.objects.filter(name="new").exists()
     assert not Model.objects.get(name="seen").allowed
     less: list[dict[str, Any]] = [
-        {"requests_per_minute": 29, "allowed_models": "", "priority": "low"},
+        {"requests_per_minute": 29, "allowed_models": [], "priority": "low"},
         {"max_tokens": 1000, "max_prompt_chars": 5, "max_queue": 10},
     ]
     assert [boss.post(offered[place][0], form).status_code for place, form in enumerate(less)] == [302, 302]

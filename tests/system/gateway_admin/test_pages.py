@@ -20,14 +20,14 @@ from django.utils import timezone
 from controlplane.commands.people import let_propose
 from gateway.admin.requests import EstimatedPaginator
 from gateway.errors import GatewayError
-from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord, StoredResponse, Tenant
+from gateway.models import ApiKey, GatewayProcess, Model, RequestDay, RequestRecord, StoredResponse, Tenant
 from gateway.routing import Target
 from gateway.services.explanations import explain_ending, explain_wait
 from gateway.services.models import allow_model, create_alias, remember_models
 from gateway.services.requests import FAILED, REFUSED, find_records
 from gateway.services.responses import keep_response
 from gateway.services.tenants import change_response_policy
-from gateway.values import RequestOutcome, judge_outcome
+from gateway.values import Dimension, RequestOutcome, judge_outcome
 from nodes.services.availability import Has, ServingNode
 from nodes.states import Unavailable
 from tests.fakes.clock import shift_clock
@@ -64,7 +64,9 @@ def test_a_list_takes_as_many_queries_for_many_rows_as_for_few(boss: Client, pag
 
 def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
     tenant = make_tenant()
-    form: dict[str, Any] = {"name": "ci", "tenant": tenant.pk, "requests_per_minute": 30, "allowed_models": "b\na\n\n b "}
+    form: dict[str, Any] = {"name": "ci", "tenant": tenant.pk, "requests_per_minute": 30, "allowed_models": ["b", "a"]}
+    for name in ("a", "b"):
+        allow_model(name=name, actor=ACTOR)
     answer = boss.post(reverse("admin:gateway_apikey_add"), {**form, "last_day": "2031-01-31", "priority": "high"})
     (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", answer.content.decode()))
     key = ApiKey.objects.get()
@@ -113,9 +115,30 @@ def test_rows_change_by_the_answer_to_the_question_alone(boss: Client) -> None:
     keep("resp_2", tenant="other")
     url = reverse("admin:gateway_tenant_confirm", args=[rows["tenant"].pk, "forget"])
     assert (boss.get(url).status_code, StoredResponse.objects.count()) == (200, 2)
-    assert "Deleted what was kept for research: 1 answers." in boss.post(url, follow=True).content.decode()
+    assert "Deleted 1 answer of research." in boss.post(url, follow=True).content.decode()
     assert [row.pk for row in StoredResponse.objects.all()] == ["resp_2"]
     assert audited("tenant.forget_responses")[0].detail == {"responses": 1}
+
+
+def test_a_rotated_key_has_a_new_text_that_is_shown_once_and_keeps_all_else(boss: Client) -> None:
+    key, old = make_key()
+    page = boss.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "rotate"]))
+
+    (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", page.text))
+    rotated = ApiKey.objects.get()
+    assert text != old
+    assert (rotated.pk, rotated.name, rotated.budgets) == (key.pk, key.name, key.budgets)
+    assert "no-store" in page["Cache-Control"]
+    assert audited("api_key.rotate")[0].detail == {"from": key.keyid, "keyid": rotated.keyid}
+
+
+def test_lists_of_callers_say_what_they_were_used_for(boss: Client) -> None:
+    key, _ = make_key()
+    today = timezone.now().replace(hour=0, minute=0, second=0, microsecond=0)
+    for dimension, name in ((Dimension.KEY, str(key.pk)), (Dimension.TENANT, key.tenant.name)):
+        RequestDay.objects.create(dimension=dimension.value, at=today, name=name, served=2, failed=1)
+    for page in ("apikey", "tenant"):
+        assert "3 requests" in boss.get(reverse(f"admin:gateway_{page}_changelist")).text
 
 
 def test_neither_a_post_without_the_csrf_token_nor_an_operator_without_permission_changes_anything() -> None:
