@@ -18,7 +18,7 @@ from gateway.services.models import find_model, list_models, raise_model_caps
 from gateway.services.tenants import change_tenant_limit, find_tenant, list_tenants
 from gateway.values import BudgetKind, Priority
 from governance.errors import InvalidProposal
-from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from governance.registry import Asked, Brief, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from nodes.services.availability import Has, ServingNode, read_nodes_of
 
 KEY, TENANT, MODEL = "key", "tenant", "model"
@@ -153,6 +153,16 @@ class LimitRaise:
             ]
         return Description(f"Raise the limits of {join_names(labels)}", lines)
 
+    def sum_up(self, asked: Sequence[Asked]) -> Sequence[Brief]:
+        """Return the title of each, with one query for the names of all keys."""
+        wanted = {target.removeprefix(f"{KEY}:") for targets, _params in asked for target in targets}
+        keys = ApiKey.objects.filter(pk__in=[each for each in map(_read_id, wanted) if each]).select_related("tenant")
+        labels = {f"{KEY}:{key.pk}": _label_key(key) for key in keys}
+        return [
+            Brief(f"Raise the limits of {join_names([labels.get(target, target.replace(':', ' ', 1)) for target in targets])}")
+            for targets, _params in asked
+        ]
+
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
         """Return who else is concerned: the keys that follow a tenant, the nodes that are shared, who waits."""
         impacts = [*_preview_tenants(_names(targets, TENANT)), *_preview_models(_names(targets, MODEL), params)]
@@ -247,11 +257,16 @@ def _find(target: str) -> _Holder | None:
     if kind == MODEL:
         model = find_model(name)
         return None if model is None else _describe_model(model)
+    ident = _read_id(name) if kind == KEY else None
+    key = None if ident is None else find_api_key(ident)
+    return None if key is None else _describe_key(key)
+
+
+def _read_id(text: str) -> uuid.UUID | None:
     try:
-        key = find_api_key(uuid.UUID(name)) if kind == KEY else None
+        return uuid.UUID(text)
     except ValueError:
         return None
-    return None if key is None else _describe_key(key)
 
 
 def _describe_tenant(tenant: Tenant) -> _Holder:
@@ -264,10 +279,13 @@ def _describe_model(model: Model) -> _Holder:
     return _Holder(f"{MODEL}:{model.name}", f"model {model.name}", model_caps(model), note=note)
 
 
+def _label_key(key: ApiKey) -> str:
+    return f"key {key.name} of {key.tenant.name}"
+
+
 def _describe_key(key: ApiKey) -> _Holder:
-    label = f"key {key.name} of {key.tenant.name}"
     today: dict[str, int | str] = {RATE: key_limit(key), PRIORITY: key.priority, **hard_budgets(key)}
-    return _Holder(f"{KEY}:{key.pk}", label, today, is_usable=key.revoked_at is None)
+    return _Holder(f"{KEY}:{key.pk}", _label_key(key), today, is_usable=key.revoked_at is None)
 
 
 def _make_field(name: str) -> dict[str, object]:

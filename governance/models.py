@@ -145,6 +145,16 @@ class SignInFailure(models.Model):
         return f"{self.name} from {self.address}"
 
 
+class SeenMark(models.Model):
+    """Up to when a person has seen what was decided, changed and failed without them."""
+
+    user = models.OneToOneField(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="seen_mark")
+    seen_at = models.DateTimeField()
+
+    def __str__(self) -> str:
+        return f"{self.user} until {self.seen_at}"
+
+
 # Policies, operations, what people said to them, and how they were carried out
 
 

@@ -5,11 +5,13 @@ Governance knows rules, proof and record; what an operation means is told here b
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, Self, cast, runtime_checkable
+from urllib.parse import urlencode
 
 from django.conf import settings
 from django.utils.module_loading import import_string
@@ -36,11 +38,49 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """GPU memory of a node in MiB, as it is and as it would be.
+
+    ``freed_mb``: of what goes first; ``needed_mb``: of what comes, None = nobody has measured it.
+    """
+
+    node: str
+    total_mb: int
+    used_mb: int
+    freed_mb: int
+    needed_mb: int | None
+
+    @property
+    def kept_mb(self) -> int:
+        """What stays in use."""
+        return max(0, self.used_mb - self.freed_mb)
+
+    @property
+    def then_mb(self) -> int | None:
+        """What would be in use; None = not known."""
+        return None if self.needed_mb is None else self.kept_mb + self.needed_mb
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None = not known."""
+        return None if self.then_mb is None else self.then_mb <= self.total_mb
+
+
+@dataclass(frozen=True, slots=True)
 class Impact:
     """What carrying it out would mean now. ``level``: ok, caution or danger; ``text``: one plain sentence."""
 
     level: str
     text: str
+    memory: MemoryChange | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """An operation in a list. ``title``: as in its description; ``impact``: what it would mean now, in one line."""
+
+    title: str
+    impact: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +195,32 @@ class JoinsTargets(Protocol):
 
     def explain_wait(self, targets: Sequence[str]) -> str:
         """Return why they cannot all be told now; "" = they can. Reads only."""
+
+
+Asked = tuple[Sequence[str], Mapping[str, object]]
+"""Targets and parameters of one operation."""
+
+
+@runtime_checkable
+class SumsUp(Protocol):
+    """A kind that can say what many of its operations are with as many queries as for one. Optional."""
+
+    def sum_up(self, asked: Sequence[Asked]) -> Sequence[Brief]:
+        """Return one line for each, in their order. Reads only. Never raises for stored requests."""
+
+
+def make_query(operation: str, targets: Sequence[str], params: Mapping[str, object], *, op_class: str = "") -> str:
+    """Return the query of the page that proposes which asks for the same once more."""
+    fields = [("operation", operation), *(("target", target) for target in targets)]
+    if op_class and op_class != operation:
+        fields.append(("op_class", op_class))
+    return urlencode([*fields, *((name, _as_text(value)) for name, value in params.items())])
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else ""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True, slots=True)

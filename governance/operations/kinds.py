@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from django.utils.translation import gettext as _
+
 from core.limits import limits
 from governance.errors import ApprovalRefused, InvalidProposal
 from governance.models import Operation, PolicyVersion
@@ -15,7 +17,7 @@ from governance.operations.approvals import (
     read_freeze,
 )
 from governance.operations.policies import adopt_policy, lift_freeze, name_freeze
-from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from governance.registry import Asked, Brief, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from wire.ids import parse_id
 from wire.optoken.approval import Policy, policy_words
 
@@ -34,6 +36,14 @@ class _Local:
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
         del targets, params
         return ()
+
+    def write_title(self, params: Mapping[str, object]) -> str:
+        """Return the title of a description, from the parameters alone."""
+        raise NotImplementedError
+
+    def sum_up(self, asked: Sequence[Asked]) -> Sequence[Brief]:
+        """Return the title of each."""
+        return [Brief(self.write_title(params)) for _targets, params in asked]
 
 
 def _find(printed_id: str) -> Operation | None:
@@ -64,6 +74,9 @@ class PolicyChange(_Local):
         del targets, params
         raise InvalidProposal("A policy is changed by drafting its next version.", param="operation")
 
+    def write_title(self, params: Mapping[str, object]) -> str:
+        return _("Put version %(version)s of the approval policy in force") % {"version": params.get("version")}
+
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         del targets
         row = PolicyVersion.objects.filter(sha256=str(params.get("sha256", ""))).first()
@@ -77,7 +90,7 @@ class PolicyChange(_Local):
         lines += [Line(f"Approver {person}", _describe_person(new, person), _describe_person(old, person)) for person in people]
         names = sorted(set(new.classes) | (set(old.classes) if old else set()))
         lines += [Line(f"To {name}", _describe_class(new, name), _describe_class(old, name)) for name in names]
-        return Description(f"Put version {new.ref.version} of the approval policy in force", lines)
+        return Description(self.write_title({"version": new.ref.version}), lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         """Put it in force; what is pending under the old one is blocked."""
@@ -106,6 +119,10 @@ class Unfreeze(_Local):
             raise InvalidProposal(f"In force is freeze {found.pk}, by {found.frozen_by}, and no other.", param="freeze")
         return Request(_require_control_plane(targets), named)
 
+    def write_title(self, params: Mapping[str, object]) -> str:
+        del params
+        return _("Let approved operations run again")
+
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         del targets
         found = read_freeze()
@@ -113,7 +130,7 @@ class Unfreeze(_Local):
         if found is not None:
             now = "in force" if name_freeze(found) == params else f"ended; in force is another one, by {found.frozen_by}"
         which = f"{params['freeze']}, by {params.get('frozenBy')}" if "freeze" in params else "named by nobody"
-        return Description("Let approved operations run again", [Line("Lifts the freeze", which, now)])
+        return Description(self.write_title(params), [Line("Lifts the freeze", which, now)])
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         """Lift it. Raises StateChanged when another freeze is in force than the one that was signed."""
@@ -138,14 +155,17 @@ class BreakGlassReview(_Local):
             raise InvalidProposal("The one target is the id (op_…) of a break-glass operation.", param="targets")
         return Request((used.printed_id,), {})
 
-    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
+    def write_title(self, params: Mapping[str, object]) -> str:
         del params
+        return _("Confirm that this break-glass use was looked at")
+
+    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         used = _find(targets[0])
         lines = [Line("Break-glass operation", targets[0])]
         if used is not None:
             lines += [Line("What was done", used.operation), Line("Asked for by", used.requested_by), Line("Why", used.reason)]
             lines.append(Line("Not to be reviewed by", ", ".join(sorted(list_users(used)))))
-        return Description("Confirm that this break-glass use was looked at", lines)
+        return Description(self.write_title(params), lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         """Note it; the operation itself is the record. Raises ApprovalRefused when one of the signers used what is reviewed."""
@@ -177,6 +197,9 @@ class AdminTokenMint(_Local):
             )
         return Request(_require_control_plane(targets), {"name": name.strip()})
 
+    def write_title(self, params: Mapping[str, object]) -> str:
+        return _("Make an admin token named %(name)s") % {"name": params.get("name", "")}
+
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         del targets
         name = str(params.get("name", ""))
@@ -185,7 +208,7 @@ class AdminTokenMint(_Local):
             Line("It opens", "the admin APIs of control plane and gateway"),
             Line("Shown", "to its requester, once"),
         ]
-        return Description(f"Make an admin token named {name}", lines)
+        return Description(self.write_title(params), lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         # It is left to be claimed: nothing secret passes through rows and workers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from governance.operations.approvals import (
     policy_chain,
     read_freeze,
 )
-from governance.registry import Description, FindsUndone, Impact, Line, Undone, find_kind
+from governance.registry import Asked, Brief, Description, FindsUndone, Impact, Line, SumsUp, Undone, find_kind
 from governance.states import OPEN_RUNS, ApprovalState, RunState
 from wire import clock
 from wire.ids import parse_id
@@ -52,7 +53,10 @@ _RUN_ORDER = [
 
 @dataclass(frozen=True, slots=True)
 class OperationSummary:
-    """One line of a list. ``run_state``: the least finished state of its runs, "" before there are any; ``percent`` of them."""
+    """One line of a list. ``run_state``: the least finished state of its runs, "" before there are any; ``percent`` of them.
+
+    ``impact``: what it would mean now in a few words; "" = not asked for, or nothing to say.
+    """
 
     id: uuid.UUID
     printed_id: str
@@ -71,6 +75,13 @@ class OperationSummary:
     is_solo: bool
     is_break_glass: bool
     is_standing: bool
+    approved_by: tuple[str, ...]
+    impact: str
+
+    @property
+    def missing(self) -> range:
+        """One number for each approval that is missing at least."""
+        return range(max(0, self.required - self.approvals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,8 @@ class OperationView:
     ``statement``: its parsed members; ``statement_b64``: the signed bytes in base64url. ``actions``: what the viewer may do,
     of approve, reject, withdraw, cancel, use, claim; ``hindrances``: action → why not, in one sentence. ``assertion``: WebAuthn
     request options for the viewer's passkeys that the policy names, None when there are none; the challenge is the digest.
-    ``undone``: what the operation has brought about and that is not so any more.
+    ``could_approve``: who has not approved and may; ``groups``: of each approver. ``undone``: what the operation has brought
+    about and that is not so any more.
     """
 
     summary: OperationSummary
@@ -121,6 +133,8 @@ class OperationView:
     hindrances: Mapping[str, str]
     assertion: Mapping[str, object] | None
     is_frozen: bool
+    could_approve: Sequence[str]
+    groups: Mapping[str, frozenset[str]]
     undone: Sequence[Undone] = ()
 
 
@@ -144,8 +158,7 @@ def read_inbox(user: User) -> Inbox:
     waiting = _list_newest(Operation.objects.filter(pending), limits().governance.page_rows)
     rows = [*waiting, *_list_newest(Operation.objects.filter(shown).exclude(pending), limits().governance.page_rows)]
     to_approve, mine, others = [], [], []
-    for operation in rows:
-        summary = summarise(operation)
+    for operation, summary in zip(rows, summarise_all(rows), strict=True):
         if operation.requested_by == name:
             mine.append(summary)
         elif operation.state == ApprovalState.PENDING.value and _may_decide(operation, name):
@@ -158,7 +171,7 @@ def read_inbox(user: User) -> Inbox:
 def read_history(*, before: datetime | None, limit: int) -> list[OperationSummary]:
     """Return operations by the time they were asked for, newest first, from before a time."""
     rows = Operation.objects.all() if before is None else Operation.objects.filter(requested_at__lt=before)
-    return [summarise(operation) for operation in _list_newest(rows, limit)]
+    return summarise_all(_list_newest(rows, limit))
 
 
 def count_waiting_for(user: User) -> int:
@@ -198,6 +211,8 @@ def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
         hindrances=hindrances,
         assertion=_make_assertion(statement, policy, user),
         is_frozen=read_freeze() is not None,
+        could_approve=_list_able(operation, policy),
+        groups=policy.groups,
         undone=_find_undone(operation),
     )
 
@@ -230,23 +245,41 @@ def _is_named(operation: Operation, name: str) -> bool:
     return operation.adopts is not None and name in operation.adopts.read_policy().groups
 
 
-def summarise(operation: Operation) -> OperationSummary:
-    """Return the line of a list; the operation should have been read with ``with_parts``."""
+def summarise_all(rows: Sequence[Operation]) -> list[OperationSummary]:
+    """Return the lines of a list, read with ``with_parts``: as many queries for many operations as for one of each kind."""
+    briefs: dict[uuid.UUID, Brief] = {}
+    by_kind: dict[str, list[tuple[uuid.UUID, Asked]]] = {}
+    for operation in rows:
+        # One row that was changed in the database does not take the whole list away.
+        with suppress(ApprovalError, UnknownOperation):
+            statement = operation.read_statement()
+            if isinstance(find_kind(operation.operation), SumsUp):
+                by_kind.setdefault(operation.operation, []).append((operation.pk, (statement.targets, statement.params)))
+    for name, asked in by_kind.items():
+        kind = find_kind(name)
+        assert isinstance(kind, SumsUp)
+        found = kind.sum_up([each for _pk, each in asked])
+        briefs |= {pk: brief for (pk, _asked), brief in zip(asked, found, strict=True)}
+    return [summarise(operation, briefs.get(operation.pk)) for operation in rows]
+
+
+def summarise(operation: Operation, brief: Brief | None = None) -> OperationSummary:
+    """Return the line of a list; the operation should have been read with ``with_parts``. ``brief``: as its kind sums it up."""
     rules = operation.policy.read_policy().classes.get(operation.op_class)
     # Of a standing approval, how the last use went.
     last = max((run.use for run in operation.runs.all()), default=0)
     runs = [run for run in operation.runs.all() if run.use == last]
     states = {RunState(run.state) for run in runs}
-    approvals = sum(d.is_approval and d.withdrawn_at is None for d in operation.decisions.all())
+    approved_by = tuple(d.person_name for d in operation.decisions.all() if d.is_approval and d.withdrawn_at is None)
+    is_undone = operation.state in {ApprovalState.PENDING.value, ApprovalState.APPROVED.value} and not operation.dispatched_at
     return OperationSummary(
-        id=operation.pk, printed_id=operation.printed_id, title=_title_of(operation),
+        id=operation.pk, printed_id=operation.printed_id, title=brief.title if brief else _title_of(operation),
         operation=operation.operation, op_class=operation.op_class, state=operation.state,
         run_state=next((state.value for state in _RUN_ORDER if state in states), ""), requested_by=operation.requested_by,
         requested_at=operation.requested_at, expires_at=operation.expires_at, not_after=operation.not_after,
-        approvals=approvals, required=rules.required if rules else 0,
-        percent=_percent_of(runs),
+        approvals=len(approved_by), required=rules.required if rules else 0, percent=_percent_of(runs),
         is_solo=rules is not None and rules.solo, is_break_glass=operation.op_class == "break-glass",
-        is_standing=operation.max_uses > 1,
+        is_standing=operation.max_uses > 1, approved_by=approved_by, impact=brief.impact if brief and is_undone else "",
     )  # fmt: skip
 
 
@@ -355,6 +388,16 @@ def _list_usable(statement: Statement, policies: Sequence[Policy], user: User) -
     wants_break_glass = statement.op_class == "break-glass"
     named = {key.keyid for policy in policies for key in policy.keys.values() if key.is_break_glass == wants_break_glass}
     return list(ApproverKey.objects.filter(user=user, revoked_at=None, keyid__in=named))
+
+
+def _list_able(operation: Operation, policy: Policy) -> list[str]:
+    """Return who could still approve: named by the policy with a key of the right class, not the requester, not decided yet."""
+    rules = policy.classes.get(operation.op_class)
+    wants_break_glass = operation.op_class == "break-glass"
+    able = {key.approver for key in policy.keys.values() if key.is_break_glass == wants_break_glass}
+    if rules is not None and not rules.solo:
+        able.discard(operation.requested_by)
+    return sorted(able - {d.person_name for d in operation.decisions.all() if d.withdrawn_at is None})
 
 
 def _make_assertion(statement: Statement, policy: Policy, user: User | None) -> dict[str, object] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from django.utils.translation import gettext as _
+
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Impact, Line
 from nodes.operations.targets import (
@@ -87,13 +89,15 @@ class CacheFlush(NodeOperation):
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
         model, name = params.get("modelId"), target.node.name
         if params.get("scope") == "all":
-            yield Impact(DANGER, f"The caches of every tenant on {name} are emptied; their next requests are slower.")
+            text = _("The caches of every tenant on %(node)s are emptied; their next requests are slower.")
+            yield Impact(DANGER, text % {"node": name})
         if isinstance(model, str) and model not in target.loaded:
-            yield Impact(CAUTION, f"{model} is not loaded on {name}.")
+            yield Impact(CAUTION, _("%(model)s is not loaded on %(node)s.") % {"model": model, "node": name})
         elif not target.loaded:
-            yield Impact(OK, f"No model is loaded on {name}.")
+            yield Impact(OK, _("No model is loaded on %(node)s.") % {"node": name})
         else:
-            yield from judge_live(target, model if isinstance(model, str) else None, verb="some engines refuse while they run")
+            fate = _("Some engines refuse while they run.")
+            yield from judge_live(target, model if isinstance(model, str) else None, fate=fate)
 
 
 CACHE_FLUSH = CacheFlush()

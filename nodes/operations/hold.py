@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from django.utils.translation import gettext as _
+
 from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Description, Done, Impact, Line, RunOrder
@@ -44,7 +46,8 @@ class NodeDrain(NodeOperation):
         return Done(f"{node.name} drains; what still runs after {timeout_s:.0f} s is interrupted.")
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
-        yield from judge_live(target, None, verb=f"what still runs after {params.get('timeout_s')} s is interrupted")
+        fate = _("What still runs after %(seconds)s s is interrupted.") % {"seconds": params.get("timeout_s")}
+        yield from judge_live(target, None, fate=fate)
 
 
 class NodeEvict(NodeOperation):
@@ -77,7 +80,7 @@ class NodeEvict(NodeOperation):
         return Done(f"{node.name} is cordoned, and what ran on it was interrupted.")
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
-        yield from judge_live(target, None, verb="all of them are interrupted")
+        yield from judge_live(target, None, fate=_("All of them are interrupted."))
 
 
 NODE_DRAIN, NODE_EVICT = NodeDrain(), NodeEvict()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
-from urllib.parse import urlencode
 
 from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from governance.audit import find_last_event, find_last_event_at, record_event
 from governance.errors import InvalidProposal
 from governance.notices import list_requester_and_signers, notify_of_event
 from governance.operations.runs import LastRun, last_run, list_last_successes
-from governance.registry import Choices, Impact, Line, Request, Undone
+from governance.registry import Choices, Impact, Line, MemoryChange, Request, Undone, make_query
 from nodes.models import Node, Reach
 from nodes.operations.targets import (
     CAUTION,
@@ -30,6 +29,7 @@ from nodes.operations.targets import (
     NodeOperation,
     Params,
     Target,
+    brief_live,
     clean_targets,
     find_places,
     find_signed,
@@ -38,8 +38,10 @@ from nodes.operations.targets import (
     list_targets,
     offer,
     offer_models,
+    print_memory,
     refuse_unable,
 )
+from nodes.services.telemetry import MemoryBar
 from wire import clock
 from wire.contract import NodeStatus
 from wire.ids import format_id
@@ -52,7 +54,6 @@ MEMBERS = "members"
 """Of a load: the nodes of one replica over several, the head first: their runner ids, cluster addresses and GPUs."""
 RELOAD_FAILED = "node.reload-failed"
 _AS_SET_UP = "as the node is set up"
-_MAY_FINISH = "they may finish within the node's own limit"
 
 
 class ModelLoad(NodeOperation):
@@ -155,40 +156,61 @@ class ModelLoad(NodeOperation):
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
         model, name = str(params.get("modelId")), target.node.name
         if model in target.loaded:
-            kept = " It is kept loaded from then on." if _is_kept(params) else ""
-            text = f"{model} is loaded on {name} already: the same load changes nothing, another is refused.{kept}"
+            said = {"model": model, "node": name}
+            text = _("%(model)s is loaded on %(node)s already: the same load changes nothing, another is refused.") % said
             yield Impact(CAUTION, text)
+            if _is_kept(params):
+                yield Impact(OK, _("%(model)s is kept loaded on %(node)s from then on.") % said)
             return
         evicted = params.get("evictModel")
         if isinstance(evicted, str) and evicted not in target.loaded:
-            yield Impact(CAUTION, f"{evicted} is to be unloaded first, but it is not loaded on {name}.")
+            text = _("%(model)s is to be unloaded first, but it is not loaded on %(node)s.")
+            yield Impact(CAUTION, text % {"model": evicted, "node": name})
         elif isinstance(evicted, str):
-            yield Impact(CAUTION, f"{evicted} is unloaded from {name} first.")
-            yield from judge_live(target, evicted, verb=_MAY_FINISH)
+            yield Impact(CAUTION, _("%(model)s is unloaded from %(node)s first.") % {"model": evicted, "node": name})
+            yield from judge_live(target, evicted, fate=_say_may_finish())
         gpus, parts = _list_named(params, signed), _count_parts(params)
         yield from _judge_gpus(target, gpus)
         explain_misfit: Callable[..., str] = import_string(settings.NODE_MODEL_FIT)  # it lives above this app
         quantization = str(params.get("quantization") or "")
         if why := explain_misfit(model, node_id=target.node.pk, quantization=quantization, gpus=gpus, parts=parts):
-            which = f"GPU {' and '.join(map(str, gpus))}" if gpus else "No GPU"
-            yield Impact(DANGER, f"{which} of {name} {'cannot' if gpus else 'can'} run {model}: {why}.")
+            text = _("The chosen GPUs of %(node)s cannot run %(model)s: %(why)s.")
+            text = text if gpus else _("No GPU of %(node)s can run %(model)s: %(why)s.")
+            yield Impact(DANGER, text % {"node": name, "model": model, "why": why})
         yield self._judge_memory(target, params, signed)
+
+    def write_briefs(self, target: Target, params: Params) -> Iterator[str]:
+        evicted, memory = params.get("evictModel"), target.said.memory
+        if isinstance(evicted, str) and evicted in target.loaded:
+            yield _("unloads %(model)s first") % {"model": evicted}
+            yield from brief_live(target, evicted)
+        if memory is None:
+            return
+        needed, freed = _memory_of(params.get("modelId"), target), _memory_of(evicted, target)
+        change = MemoryChange(target.node.name, memory.total_mb, memory.used_mb, freed, needed or None)
+        said = {"now": print_memory(change.used_mb), "total": print_memory(change.total_mb)}
+        if change.then_mb is None:
+            yield _("memory %(now)s of %(total)s used") % said
+        else:
+            yield _("memory %(now)s → %(then)s of %(total)s") % {**said, "then": print_memory(change.then_mb)}
 
     def _judge_memory(self, target: Target, params: Params, signed: str) -> Impact:
         model, name, memory = str(params.get("modelId")), target.node.name, target.said.memory
         if memory is None:
-            return Impact(CAUTION, f"{name} does not say how much memory it has.")
+            return Impact(CAUTION, _("%(node)s does not say how much memory it has.") % {"node": name})
         freed = sum(replica.memory_mb or 0 for replica in target.said.loaded if replica.model == params.get("evictModel"))
-        free = _free_on(target, _list_named(params, signed), memory.total_mb - memory.used_mb) + freed
-        replicas = (*target.said.loaded, *target.said.changing)
-        needed = max((replica.memory_mb or 0 for replica in replicas if replica.model == model), default=0)
+        total, free = _room_on(target, _list_named(params, signed), memory)
+        needed = _memory_of(model, target)
         if not needed and (run := last_run(self.name, target=signed, params=params)) is not None:
             before = run.result.get("gpuMemoryUsedMB")
             needed = before if isinstance(before, int) else 0
-        if needed <= 0:
-            return Impact(CAUTION, f"Memory use of {model} unknown. {free} of {memory.total_mb} MiB are free on {name}.")
-        level = DANGER if needed > free else OK
-        return Impact(level, f"{model} took {needed} MiB when it was last measured; {free} MiB are free on {name}.")
+        change = MemoryChange(name, total, total - free, freed, needed if needed > 0 else None)
+        said = {"model": model, "node": name, "free": free + freed, "total": total, "needed": needed}
+        if change.fits is None:
+            text = _("Memory use of %(model)s unknown. %(free)s of %(total)s MiB are free on %(node)s.") % said
+            return Impact(CAUTION, text, change)
+        text = _("%(model)s took %(needed)s MiB when it was last measured; %(free)s MiB are free on %(node)s.") % said
+        return Impact(OK if change.fits else DANGER, text, change)
 
 
 class ModelUnload(NodeOperation):
@@ -221,12 +243,25 @@ class ModelUnload(NodeOperation):
         model = str(params.get("modelId"))
         spanning = next((one for one in target.said.spanning if one.model == model and one.state != "failed"), None)
         if spanning is not None:
-            yield Impact(CAUTION, f"The replica ends on all of its nodes: {', '.join(spanning.members)}.")
+            text = _("The replica ends on all of its nodes: %(nodes)s.")
+            yield Impact(CAUTION, text % {"nodes": ", ".join(spanning.members)})
         if model not in target.loaded:
             if spanning is None:
-                yield Impact(CAUTION, f"{model} is not loaded on {target.node.name}.")
-        else:
-            yield from judge_live(target, model, verb="they are cut off" if params.get("force") is True else _MAY_FINISH)
+                text = _("%(model)s is not loaded on %(node)s.")
+                yield Impact(CAUTION, text % {"model": model, "node": target.node.name})
+            return
+        yield from judge_live(target, model, fate=_("They are cut off.") if params.get("force") is True else _say_may_finish())
+        freed, memory = _memory_of(model, target), target.said.memory
+        if freed and memory is not None:
+            change = MemoryChange(target.node.name, memory.total_mb, memory.used_mb, freed, 0)
+            text = _("%(freed)s MiB become free on %(node)s.") % {"freed": freed, "node": target.node.name}
+            yield Impact(OK, text, change)
+
+    def write_briefs(self, target: Target, params: Params) -> Iterator[str]:
+        model = str(params.get("modelId"))
+        yield from brief_live(target, model)
+        if freed := _memory_of(model, target):
+            yield _("%(memory)s become free") % {"memory": print_memory(freed)}
 
 
 class SettingsReload(NodeOperation):
@@ -264,11 +299,15 @@ class SettingsReload(NodeOperation):
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
         for model in sorted(target.loaded):
-            text = f"{model} is loaded on {target.node.name} and stays as it is; with other settings for it the node refuses."
-            yield Impact(OK, text)
+            text = _("%(model)s is loaded on %(node)s and stays as it is; with other settings for it the node refuses.")
+            yield Impact(OK, text % {"model": model, "node": target.node.name})
 
 
 MODEL_LOAD, MODEL_UNLOAD, SETTINGS_RELOAD = ModelLoad(), ModelUnload(), SettingsReload()
+
+
+def _say_may_finish() -> str:
+    return _("They may finish within the node's own limit.")
 
 
 def _is_kept(params: Params) -> bool:
@@ -352,14 +391,22 @@ def _name_gpu(target: Target, index: int) -> str:
     return f"{index} is not there" if gpu is None else f"{index} is {gpu.name}"
 
 
-def _free_on(target: Target, gpus: Sequence[int], otherwise: int) -> int:
-    """Return what a replica on these GPUs may have: of each as much as is free on the fullest."""
-    free = {
-        gpu.index: gpu.memory_total_mb - gpu.memory_used_mb
+def _room_on(target: Target, gpus: Sequence[int], memory: MemoryBar) -> tuple[int, int]:
+    """Return the memory for a replica on these GPUs, and what it may have: of each as much as is free on the fullest."""
+    known = {
+        gpu.index: (gpu.memory_total_mb, gpu.memory_total_mb - gpu.memory_used_mb)
         for gpu in target.said.gpus
         if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None
     }
-    return len(gpus) * min(free[index] for index in gpus) if gpus and free.keys() >= set(gpus) else otherwise
+    if not gpus or not known.keys() >= set(gpus):
+        return memory.total_mb, memory.total_mb - memory.used_mb
+    return sum(known[index][0] for index in gpus), len(gpus) * min(known[index][1] for index in gpus)
+
+
+def _memory_of(model: object, target: Target) -> int:
+    """Return what a model has on a node now, as the node says; 0 = nothing, or it does not say."""
+    replicas = (*target.said.loaded, *target.said.changing)
+    return max((replica.memory_mb or 0 for replica in replicas if replica.model == model), default=0)
 
 
 def _judge_gpus(target: Target, gpus: Sequence[int]) -> Iterator[Impact]:
@@ -367,9 +414,11 @@ def _judge_gpus(target: Target, gpus: Sequence[int]) -> Iterator[Impact]:
     there = {gpu.index for gpu in target.said.gpus}
     for index in gpus:
         if there and index not in there:
-            yield Impact(DANGER, f"{target.node.name} has no GPU {index}; the load will be refused.")
+            text = _("%(node)s has no GPU %(gpu)s; the load will be refused.")
+            yield Impact(DANGER, text % {"node": target.node.name, "gpu": index})
         elif on_it := sorted({one.model for one in (*target.said.loaded, *target.said.reserved) if index in one.gpus}):
-            yield Impact(CAUTION, f"GPU {index} of {target.node.name} has {', '.join(on_it)} on it.")
+            text = _("GPU %(gpu)s of %(node)s has %(models)s on it.")
+            yield Impact(CAUTION, text % {"node": target.node.name, "gpu": index, "models": ", ".join(on_it)})
 
 
 def _now_of(found: Sequence[Target], model: object) -> str:
@@ -501,16 +550,7 @@ def _compare(target: Target, run: LastRun) -> LostModel | None:
 
 def _make_query(run: LastRun) -> str:
     members = [str(entry.get("node")) for entry in _list_members(run.params)]
-    fields = [("operation", run.operation), *(("target", target) for target in members or [run.target])]
-    if run.op_class != run.operation:
-        fields.append(("op_class", run.op_class))
-    return urlencode([*fields, *((name, _as_text(value)) for name, value in {KEEP: False, **run.params}.items())])
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else ""
-    return value if isinstance(value, str) else json.dumps(value)
+    return make_query(run.operation, members or [run.target], {KEEP: False, **run.params}, op_class=run.op_class)
 
 
 def _print(at: datetime) -> str:

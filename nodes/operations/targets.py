@@ -7,18 +7,34 @@ is signed, and what cannot be signed is refused with the reason. A node may have
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
 from django.conf import settings
+from django.db.models import Q
 from django.utils.module_loading import import_string
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
 from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.operations.runs import last_run
-from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from governance.registry import (
+    Asked,
+    Brief,
+    Choices,
+    Description,
+    Done,
+    Impact,
+    Line,
+    NotNow,
+    Request,
+    RunOrder,
+    Sent,
+    Signer,
+)
 from nodes.direct import schedule_call
 from nodes.errors import NodeError, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach, clock_of, presence_of, read_clock, with_clock
@@ -96,13 +112,35 @@ class NodeOperation:
         for signed in targets:
             target = read_target(signed)
             if target is None:
-                impacts.append(Impact(DANGER, f"{signed} is no node that is known here any more."))
+                impacts.append(Impact(DANGER, _("%(node)s is no node that is known here any more.") % {"node": signed}))
                 continue
             if self.is_remote:
                 impacts += _judge_reach(target)
             impacts += self.judge(target, params, signed)
             impacts += _judge_history(self.name, signed, params, target.node.name)
         return impacts
+
+    def sum_up(self, asked: Sequence[Asked]) -> Sequence[Brief]:
+        """Return one line for each, with one query for all of them."""
+        found = find_targets({text for targets, _params in asked for text in targets})
+        return [self._sum_up_one(targets, params, found) for targets, params in asked]
+
+    def _sum_up_one(self, targets: Sequence[str], params: Params, found: Mapping[str, Target]) -> Brief:
+        known = [found[text] for text in targets if text in found]
+        names = _list_some([found[text].node.name if text in found else text for text in targets])
+        facts = [_("%(node)s is offline") % {"node": one.node.name} for one in known if one.status is NodeStatus.OFFLINE]
+        facts = facts[: limits().nodes.listed_names]
+        if len(known) == 1:
+            facts += self.write_briefs(known[0], params)
+        elif known:
+            running = sum(count_running(target, None) for target in known)
+            facts.append(ngettext("%(count)s request runs there", "%(count)s requests run there", running) % {"count": running})
+        return Brief(f"{self.write_sentence(params)} {names}", " · ".join(facts))
+
+    def write_briefs(self, target: Target, params: Params) -> Iterator[str]:
+        """Yield in a few words each what it would mean for a node. Without queries."""
+        model = params.get("modelId")
+        yield from brief_live(target, model if isinstance(model, str) else None)
 
     def find_signer(self, target: str) -> Signer | None:
         """Return the newest key of the node; None while it is away or takes no operations."""
@@ -197,6 +235,19 @@ def find_signed(text: str) -> Node | None:
     # Of several that ever had the id, one alone may have it now: the others' credentials are revoked.
     usable = [node for node in found if node.credential is None or node.credential.revoked_at is None]
     return max(usable or found, key=lambda node: node.updated_at, default=None)
+
+
+def find_targets(texts: Collection[str]) -> dict[str, Target]:
+    """Return the nodes of signed targets as ``find_signed`` finds each, in one query."""
+    ids = {text: ident for text in texts if text.startswith("node_") and (ident := parse_id("node", text)) is not None}
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).filter(
+        Q(pk__in=ids.values()) | Q(runner_id__in=[text for text in texts if text and text not in ids])
+    )
+    nodes = list(with_clock(rows).select_related("presence", "credential"))
+    # Of several that ever had an id, the one that may have it now comes last, as in find_signed.
+    nodes.sort(key=lambda node: (node.credential is None or node.credential.revoked_at is None, node.updated_at))
+    found = {node.runner_id: node for node in nodes} | {node.printed_id: node for node in nodes}
+    return {text: _make_target(found[text], now=clock_of(found[text])) for text in texts if text in found}
 
 
 def name_of(text: str) -> str:
@@ -411,47 +462,80 @@ def _list_some(names: Sequence[str], *, count: int | None = None) -> str:
 # What carrying it out would mean now
 
 
-def judge_live(target: Target, model: str | None, *, verb: str) -> Iterator[Impact]:
-    """Yield how many requests run on the node (on ``model``; None = on any) and what would happen to them."""
+def count_running(target: Target, model: str | None) -> int:
+    """Return how many requests run on the node (on ``model``; None = on any), as the node says."""
     reported = sum(replica.active for replica in target.said.loaded if model is None or replica.model == model)
-    if model is None:
-        reported = max(reported, presence_of(target.node).active_requests)
+    return reported if model is not None else max(reported, presence_of(target.node).active_requests)
+
+
+def brief_live(target: Target, model: str | None) -> Iterator[str]:
+    """Yield how many requests run, in a few words."""
+    running = count_running(target, model)
+    if not running:
+        yield _("nothing runs there")
+        return
+    yield ngettext("%(count)s request runs there", "%(count)s requests run there", running) % {"count": running}
+
+
+def print_memory(mb: int) -> str:
+    """Return memory as a page shows it: 512 MiB, 17.5 GiB."""
+    return f"{mb / 1024:.1f} GiB" if mb >= 1024 else f"{mb} MiB"
+
+
+def judge_live(target: Target, model: str | None, *, fate: str) -> Iterator[Impact]:
+    """Yield how many requests run on the node (on ``model``; None = on any). ``fate``: a sentence, what becomes of them."""
+    reported = count_running(target, model)
     # The function lives above this app, hence its name in the settings.
     read_traffic: TrafficReader | None = import_string(settings.NODE_TRAFFIC) if settings.NODE_TRAFFIC else None
     ours, tenants = read_traffic(target.node.pk, model) if read_traffic is not None else (0, 0)
     live = max(reported, ours)
-    what = f"on {model} " if model is not None else ""
+    said = {"node": target.node.name, "model": model, "count": live}
     if not live:
-        yield Impact(OK, f"No request runs {what}on {target.node.name} now.")
+        text = _("No request runs on %(node)s now.") if model is None else _("No request runs on %(model)s on %(node)s now.")
+        yield Impact(OK, text % said)
         return
-    of = f" of {tenants} tenant{'s' if tenants != 1 else ''}" if tenants else ""
-    yield Impact(CAUTION, f"{live} request{'s' if live != 1 else ''}{of} run {what}on {target.node.name} now; {verb}.")
+    if model is None:
+        text = ngettext("%(count)s request runs on %(node)s now.", "%(count)s requests run on %(node)s now.", live)
+    else:
+        text = ngettext(
+            "%(count)s request runs on %(model)s on %(node)s now.", "%(count)s requests run on %(model)s on %(node)s now.", live
+        )
+    served = ngettext("%(count)s tenant is served.", "%(count)s tenants are served.", tenants) % {"count": tenants}
+    yield Impact(CAUTION, " ".join([text % said, *([served] if tenants else []), fate]))
 
 
 def _judge_reach(target: Target) -> Iterator[Impact]:
     """Yield whether the node can be told at all, and what protects it."""
     node = target.node
     if target.status is NodeStatus.OFFLINE:
-        yield Impact(DANGER, f"{node.name} is offline. It is told when it is back, if that is before the approval runs out.")
+        text = _("%(node)s is offline. It is told when it is back, if that is before the approval runs out.")
+        yield Impact(DANGER, text % {"node": node.name})
     if problem := explain_unready(node):
-        yield Impact(DANGER, f"Nothing is sent for now: {problem}.")
+        yield Impact(DANGER, _("Nothing is sent for now: %(why)s.") % {"why": problem})
     elif node.op_level != "L2":
-        yield Impact(CAUTION, f"{node.name} works at level {node.op_level}: it checks a key and not the approvals themselves.")
+        text = _("%(node)s works at level %(level)s: it checks a key and not the approvals themselves.")
+        yield Impact(CAUTION, text % {"node": node.name, "level": node.op_level})
     if node.witness_alarm:
-        yield Impact(DANGER, f"{node.name} contradicts the audit log: {node.witness_alarm}.")
+        text = _("%(node)s contradicts the audit log: %(why)s.")
+        yield Impact(DANGER, text % {"node": node.name, "why": node.witness_alarm})
     if node.policy_version and node.policy_error:
-        yield Impact(CAUTION, f"{node.name} refused a newer policy: {node.policy_error}.")
+        text = _("%(node)s refused a newer policy: %(why)s.")
+        yield Impact(CAUTION, text % {"node": node.name, "why": node.policy_error})
     if node.clock_skew_ms is not None and not problem and abs(node.clock_skew_ms) > limits().nodes.clock_skew_warning_ms:
-        yield Impact(CAUTION, f"The clock of {node.name} is {abs(node.clock_skew_ms) // 1000} s off.")
+        text = _("The clock of %(node)s is %(seconds)s s off.")
+        yield Impact(CAUTION, text % {"node": node.name, "seconds": abs(node.clock_skew_ms) // 1000})
 
 
 def _judge_history(operation: str, signed: str, params: Params, name: str) -> Iterator[Impact]:
     run = last_run(operation, target=signed, params=params)
     if run is None or run.ended_at is None:
-        yield Impact(CAUTION, f"This was never done on {name} before.")
+        yield Impact(CAUTION, _("This was never done on %(node)s before.") % {"node": name})
         return
     seconds = (run.ended_at - run.dispatched_at).total_seconds() if run.dispatched_at is not None else 0.0
-    took = f" after {seconds:.0f} s" if seconds >= 1 else ""
-    level = OK if run.state == "succeeded" else CAUTION
-    why = f" ({run.code})" if run.code else ""
-    yield Impact(level, f"The last time on {name}, on {run.ended_at:%Y-%m-%d %H:%M} UTC, it {run.state}{took}{why}.")
+    said = {"node": name, "at": f"{run.ended_at:%Y-%m-%d %H:%M} UTC", "seconds": f"{seconds:.0f}", "why": run.code or run.state}
+    if run.state == "succeeded" and seconds >= 1:
+        yield Impact(OK, _("The last time on %(node)s, on %(at)s, it succeeded after %(seconds)s s.") % said)
+    elif run.state == "succeeded":
+        yield Impact(OK, _("The last time on %(node)s, on %(at)s, it succeeded.") % said)
+    else:
+        yield Impact(CAUTION, _("The last time on %(node)s, on %(at)s, it did not succeed (%(why)s).") % said)

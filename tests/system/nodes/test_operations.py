@@ -171,7 +171,7 @@ def test_a_load_names_every_gpu_that_it_takes_and_fits_by_the_fullest_of_them(ri
     assert MODEL_LOAD.clean(["rig"], load).params == load
     lines = {line.label: (line.value, line.now) for line in MODEL_LOAD.describe([rig.runner_id], load).lines}
     assert lines["GPUs"] == ("0, 1", "rig: 0 is L4, 1 is L4")
-    assert "44000 of 72000 MiB are free" in texts(MODEL_LOAD, rig.runner_id, params=load), "twice what the second one has"
+    assert "44000 of 48000 MiB are free" in texts(MODEL_LOAD, rig.runner_id, params=load), "twice what the second one has"
     assert "caution: GPU 1 of rig has old on it." in texts(MODEL_LOAD, rig.runner_id, params=load)
     assert "danger: rig has no GPU 7" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "m", "gpus": [7]})
     unnamed = {line.label: line.value for line in MODEL_LOAD.describe([rig.runner_id], {"modelId": "m"}).lines}
@@ -250,13 +250,15 @@ def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: 
             created_at=timezone.now(), gateway_id=uuid.uuid4(), tenant=tenant, key_id=uuid.uuid4(), key_name="k",
             endpoint="/v1/chat/completions", model="old" if number else "m", state="running", node_id=box.pk,
         )  # fmt: skip
-    assert "2 requests of 1 tenant run on old on rig now; they are cut off" in texts(
+    assert "2 requests run on old on rig now. 1 tenant is served. They are cut off." in texts(
         MODEL_UNLOAD, rig.runner_id, params={"modelId": "old", "force": True}
     )
-    assert "3 requests of 2 tenants run on rig now; all of them are interrupted" in texts(NODE_EVICT, box.printed_id, params={})
+    assert "3 requests run on rig now. 2 tenants are served. All of them are interrupted." in texts(
+        NODE_EVICT, box.printed_id, params={}
+    )
     settings.NODE_TRAFFIC = ""  # then the node itself is believed
     NodePresence.objects.update(replicas=[{"model": "old", "state": "loaded", "active": 1}])
-    assert "1 request run on old on rig now" in texts(MODEL_UNLOAD, rig.runner_id, params={"modelId": "old"})
+    assert "1 request runs on old on rig now" in texts(MODEL_UNLOAD, rig.runner_id, params={"modelId": "old"})
 
 
 NOTHING_SENT = "danger: Nothing is sent for now: "
