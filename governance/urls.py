@@ -31,6 +31,7 @@ register_converter(OperationIdConverter, "operation")
 
 approval_pages = [
     path("", operations.show_inbox, name="inbox"),
+    path("seen", operations.mark_as_seen, name="seen"),
     path("history", operations.show_history, name="history"),
     path("propose", proposals.propose, name="propose"),
     path("policy", policy.show_policy, name="policy"),

@@ -14,7 +14,10 @@ from django.conf import settings
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.template.loader import render_to_string
+from django.urls import reverse
 from django.utils.dateparse import parse_datetime
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
 from django.views.decorators.http import require_POST, require_safe
 
 from core.limits import limits
@@ -32,9 +35,10 @@ from governance.operations.queries import (
     read_inbox,
     read_operation,
 )
-from governance.registry import Line
+from governance.operations.visits import mark_seen, read_missed
+from governance.registry import Description, Line
 from governance.signin import may_act
-from governance.states import OPEN_RUNS, ApprovalState, RunState
+from governance.states import ApprovalState, RunState
 from governance.web.pages import (
     approval_json,
     approval_page,
@@ -45,6 +49,8 @@ from governance.web.pages import (
     read_object,
     render_page,
 )
+from governance.web.stepper import make_stepper
+from wire import clock
 from wire.ids import format_id
 from wire.optoken.approval import ApprovalError, decode_bytes, digest_words
 
@@ -54,9 +60,22 @@ TIMES = ("requestedAt", "notBefore", "notAfter")
 @require_safe
 @approval_page
 def show_inbox(request: HttpRequest) -> HttpResponse:
-    inbox = read_inbox(find_viewer(request))
+    """Show what waits for the person, what they asked for, what others did, and what they missed."""
+    viewer = find_viewer(request)
+    inbox, missed = read_inbox(viewer), read_missed(viewer)
     has_policy = active_policy() is not None
-    return render_page(request, "approvals/inbox.html", {"section": "inbox", "inbox": inbox, "has_policy": has_policy})
+    context = {"section": "inbox", "inbox": inbox, "missed": missed, "has_policy": has_policy, "now": clock.now()}
+    return render_page(request, "approvals/inbox.html", context)
+
+
+@require_POST
+@approval_page
+def mark_as_seen(request: HttpRequest) -> HttpResponse:
+    """Note that the person has seen what they missed, up to the moment of the page that showed it."""
+    until = read_time(request.POST.get("until", ""))
+    if until is not None:
+        mark_seen(user=find_viewer(request), until=until)
+    return HttpResponseRedirect(reverse("approvals:inbox"), status=HTTPStatus.SEE_OTHER)
 
 
 @require_safe
@@ -85,8 +104,22 @@ def read_time(text: str) -> datetime | None:
 @approval_page
 def show_operation(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     view = read_operation(op_id, find_viewer(request))
-    context = {**describe_live(view, is_able=may_act(request)), **describe_statement(view), "site_url": settings.PUBLIC_URL}
+    context = {
+        **describe_live(view, is_able=may_act(request)),
+        **describe_statement(view),
+        **_split_description(view),
+        "site_url": settings.PUBLIC_URL,
+    }
     return render_page(request, "approvals/operation.html", context)
+
+
+def _split_description(view: OperationView) -> dict[str, object]:
+    """Return what changes, and apart from it the lines beyond those that fit a screen: what stays as it is goes there first."""
+    is_done = bool(view.runs) and view.summary.run_state != RunState.QUEUED
+    lines = sorted(view.description.lines, key=lambda line: bool(line.now) and line.now == line.value and not is_done)
+    most = limits().governance.page_lines
+    title = view.description.title
+    return {"is_done": is_done, "brief": Description(title, lines[:most]), "rest": Description(title, lines[most:])}
 
 
 def describe_statement(view: OperationView) -> dict[str, object]:
@@ -128,7 +161,7 @@ def approve(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     operation = decisions.approve(
         op_id=op_id, user=person, proof=proof, brought_by=f"session:{person.get_username()}", comment=comment
     )
-    messages.success(request, "Your approval is recorded.")
+    messages.success(request, _("Your approval is recorded."))
     return JsonResponse({"state": operation.state})
 
 
@@ -149,28 +182,28 @@ def _return(request: HttpRequest, op_id: uuid.UUID, said: str) -> HttpResponse:
 @operation_form
 def reject(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     decisions.reject(op_id=op_id, user=find_viewer(request), comment=request.POST.get("comment", ""))
-    return _return(request, op_id, "Your rejection is recorded.")
+    return _return(request, op_id, _("Your rejection is recorded."))
 
 
 @require_POST
 @operation_form
 def withdraw(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     decisions.withdraw(op_id=op_id, user=find_viewer(request))
-    return _return(request, op_id, "Your decision is withdrawn.")
+    return _return(request, op_id, _("Your decision is withdrawn."))
 
 
 @require_POST
 @operation_form
 def cancel(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     proposals.cancel(op_id=op_id, proposer=find_proposer(request))
-    return _return(request, op_id, "The operation is cancelled.")
+    return _return(request, op_id, _("The operation is cancelled."))
 
 
 @require_POST
 @operation_form
 def use(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     use_approval(op_id=op_id, proposer=find_proposer(request))
-    return _return(request, op_id, "It is carried out once more.")
+    return _return(request, op_id, _("It is carried out once more."))
 
 
 @require_POST
@@ -185,16 +218,28 @@ def claim(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
 # What the page says of one operation: the parts that change while it is open, and proofs and receipts in words
 
 LIVE_TEMPLATE = "approvals/live.html"
-ONLY_LOOKING = "This session is for looking, because it was opened with a password. Sign in with your passkey to act."
-RUN_WORDS = {
-    RunState.QUEUED: "waits for its turn",
-    RunState.DISPATCHED: "sent to the node",
-    RunState.EXECUTING: "being carried out",
-    RunState.UNKNOWN: "outcome not known yet",
-    RunState.RESOLVED: "resolved: the node was asked what it has",
-    RunState.SKIPPED: "skipped",
+ONLY_LOOKING = gettext_lazy(
+    "This session is for looking, because it was opened with a password. Sign in with your passkey to act."
+)
+APPROVAL_WORDS = {
+    ApprovalState.PENDING: gettext_lazy("waiting for approvals"),
+    ApprovalState.APPROVED: gettext_lazy("approved"),
+    ApprovalState.REJECTED: gettext_lazy("rejected"),
+    ApprovalState.EXPIRED: gettext_lazy("expired"),
+    ApprovalState.CANCELLED: gettext_lazy("cancelled"),
+    ApprovalState.BLOCKED: gettext_lazy("blocked: the policy changed"),
 }
-KEY_WORDS = {"webauthn": "passkey", "ed25519": "key file"}
+RUN_WORDS = {
+    RunState.QUEUED: gettext_lazy("waits for its turn"),
+    RunState.DISPATCHED: gettext_lazy("sent to the node"),
+    RunState.EXECUTING: gettext_lazy("being carried out"),
+    RunState.SUCCEEDED: gettext_lazy("succeeded"),
+    RunState.FAILED: gettext_lazy("failed"),
+    RunState.UNKNOWN: gettext_lazy("outcome not known yet"),
+    RunState.RESOLVED: gettext_lazy("resolved: the node was asked what it has"),
+    RunState.SKIPPED: gettext_lazy("skipped"),
+}
+KEY_WORDS = {"webauthn": gettext_lazy("passkey"), "ed25519": gettext_lazy("key file")}
 _FLAGS = ((0x01, "user present"), (0x04, "user verified"), (0x08, "may be copied to other devices"), (0x10, "is copied"))
 _RECEIPT_LABELS = {
     "opId": "Operation id", "use": "Use", "statementDigest": "Statement", "runnerId": "Node", "operation": "Operation",
@@ -217,6 +262,7 @@ def describe_live(view: OperationView, *, is_able: bool) -> dict[str, object]:
         "missing": list_missing(view),
         "decisions": [_show_decision(decision) for decision in view.decisions],
         "hindrances": [refusal] if refusal and is_pending else [],
+        "stepper": make_stepper(view),
         "runs": [_show_run(run) for run in view.runs],
         "waits_frozen": view.is_frozen and view.summary.state == ApprovalState.APPROVED and has_more_to_do,
     }
@@ -230,25 +276,32 @@ def render_live(view: OperationView, *, is_able: bool) -> str:
 def say_state(view: OperationView) -> str:
     """Return what a screen reader is told when it changes."""
     summary = view.summary
-    said = [f"{summary.state}, {summary.approvals} of {summary.required} approvals"]
+    count = _("%(given)s of %(needed)s approvals") % {"given": summary.approvals, "needed": summary.required}
+    said = [f"{APPROVAL_WORDS[ApprovalState(summary.state)]}, {count}"]
     for run in view.runs:
-        words = RUN_WORDS.get(RunState(run.state), run.state)
         # Told in steps of ten, or it would never be silent.
+        tenth = (run.percent or 0) // 10 * 10
         is_moving = run.state == RunState.EXECUTING and run.percent is not None
-        said.append(f"{run.target}: {words}" + (f", {(run.percent or 0) // 10 * 10} percent" if is_moving else ""))
+        words = _("%(percent)s percent") % {"percent": tenth} if is_moving else RUN_WORDS[RunState(run.state)]
+        said.append(f"{run.target}: {words}")
     return "; ".join(said)
 
 
 def list_missing(view: OperationView) -> list[str]:
+    """Return who or what is missing, a sentence each."""
     verdict = view.verdict
     if verdict is None:
-        return ["the approvals cannot be judged: the policy or a proof does not hold"]
+        return [_("The approvals cannot be judged: the policy or a proof does not hold.")]
     found = []
     if verdict.missing:
-        found.append("1 more person" if verdict.missing == 1 else f"{verdict.missing} more people")
-    found += [f"{count} of the group {group}" for group, count in sorted(verdict.missing_factors.items())]
-    if verdict.missing_file_proofs:
-        found.append(f"{verdict.missing_file_proofs} signed with a key file")
+        text = ngettext("%(count)s more of: %(names)s", "%(count)s more of: %(names)s", verdict.missing)
+        found.append(text % {"count": verdict.missing, "names": ", ".join(view.could_approve) or _("nobody is left")})
+    for group, count in sorted(verdict.missing_factors.items()):
+        names = ", ".join(name for name in view.could_approve if group in view.groups.get(name, ()))
+        text = _("%(count)s of the group %(group)s: %(names)s")
+        found.append(text % {"count": count, "group": group, "names": names or _("nobody is left")})
+    if count := verdict.missing_file_proofs:
+        found.append(_("%(count)s signed with a key file") % {"count": count})
     return found
 
 
@@ -258,20 +311,18 @@ def _show_decision(decision: DecisionView) -> dict[str, object]:
 
 
 def _show_run(run: OperationRun) -> dict[str, object]:
-    state = RunState(run.state)
     receipt = [
         Line(_RECEIPT_LABELS[name], str(value))
         for name, value in (run.receipt_members or {}).items()
         if name in _RECEIPT_LABELS
     ]
-    shows_bar = state in OPEN_RUNS and state is not RunState.QUEUED
-    return {"row": run, "state_text": RUN_WORDS.get(state, state.value), "shows_bar": shows_bar, "receipt": receipt}
+    return {"row": run, "receipt": receipt}
 
 
 def describe_proof(proof: Mapping[str, object]) -> list[Line]:
     """Return a proof in words."""
     lines = [
-        Line("Kind", KEY_WORDS.get(str(proof.get("type")), str(proof.get("type")))),
+        Line(_("Kind"), str(KEY_WORDS.get(str(proof.get("type")), proof.get("type")))),
         Line("Key id", str(proof.get("keyid"))),
     ]
     if proof.get("type") == "webauthn":

@@ -5,7 +5,10 @@ const signed = document.getElementById("signed");
 const form = document.getElementById("approve");
 const fault = document.getElementById("approve-fault");
 const verdict = document.getElementById("own-verdict");
-const signWords = document.getElementById("sign-words");
+const says = document.getElementById("says")?.dataset ?? {};
+
+/** Returns a sentence in the language of the page. */
+const tell = (name, value = "") => (says[name] ?? name).replace("%s", () => value);
 
 const say = (text) => {
     // Emptied first, so that the same words are read out again when they happen again.
@@ -27,9 +30,20 @@ const requireSameReason = async (members) => {
     }
 };
 
+/** Returns the members as the proof shows them. It is opened for the look: what stays hidden then would be signed and not read. */
+const readShown = () => {
+    const wasOpen = signed.open;
+    signed.open = true;
+    try {
+        return readMembers(signed);
+    } finally {
+        signed.open = wasOpen;
+    }
+};
+
 /** Returns the digest of what the page shows; throws Untrustworthy when the server showed another one beside it. */
 const computeDigest = async () => {
-    const members = readMembers(signed);
+    const members = readShown();
     const digest = await digestStatement(members);
     await requireSameReason(members);
     const hex = encodeHex(digest);
@@ -45,30 +59,26 @@ const computeDigest = async () => {
         const at = new Date(members[time.dataset.time] * 1000);
         time.textContent = Number.isNaN(at.getTime()) ? "not a date" : `${at.toISOString().slice(0, 19).replace("T", " ")} UTC`;
     }
-    return digest;
+    return { digest, members };
 };
 
-const explainMismatch = (error) =>
-    `Do not approve. The values on this page do not belong to the statement: ${error.message}. Nothing was signed. ` +
-    "Tell your colleagues by another way than this site.";
+const explainMismatch = (error) => tell("mismatch", error.message);
 
 /** Compares and says what came of it; returns the digest, or null when nothing may be signed. */
 const check = async () => {
     try {
-        const digest = await computeDigest();
-        signWords.textContent = digestWords(digest);
-        signWords.className = "words";
-        verdict.textContent = "Same words: what you read here is what would be signed.";
-        verdict.className = "note note-good small after";
+        const { digest, members } = await computeDigest();
+        const same = document.createElement("strong");
+        same.textContent = tell("same");
+        verdict.replaceChildren(same, ` ${tell("signs", `${members.operation} → ${members.targets.join(", ")}`)}`);
+        verdict.className = "small verdict is-same";
         return digest;
     } catch (error) {
         if (!(error instanceof Untrustworthy)) {
             throw error;
         }
-        signWords.textContent = "nothing: the values do not belong together";
-        signWords.className = "note note-bad";
         verdict.textContent = explainMismatch(error);
-        verdict.className = "note note-bad after";
+        verdict.className = "note note-bad";
         return null;
     }
 };
@@ -76,16 +86,16 @@ const check = async () => {
 /** Returns why this browser cannot use a passkey here, or "". */
 const findObstacle = () => {
     if (/^[0-9.]+$|:/.test(location.hostname.replace(/^\[|\]$/g, ""))) {
-        return "Passkeys do not work on an address made of numbers. Open this page by its host name, such as http://localhost.";
+        return tell("numberHost");
     }
     if (!globalThis.isSecureContext || !globalThis.crypto?.subtle) {
-        return "Passkeys need HTTPS (or http://localhost). Open this page by its HTTPS address.";
+        return tell("insecure");
     }
     if (!globalThis.PublicKeyCredential || !navigator.credentials) {
-        return "This browser has no passkeys. Use another browser, or approve with a key file: see below.";
+        return tell("noPasskeys");
     }
     if (!form.dataset.assertion) {
-        return "None of your passkeys is in the policy. Enrol one under “My keys” and have it added by a change of the policy.";
+        return tell("noOwn");
     }
     return "";
 };
@@ -94,14 +104,14 @@ const explainRefusal = (error, rpId) => {
     switch (error.name) {
         case "NotAllowedError":
         case "AbortError":
-            return "Nothing was signed: it was cancelled, it took too long, or none of your passkeys is on this device.";
+            return tell("cancelled");
         case "SecurityError":
-            return `The passkeys of this policy belong to ${rpId}; this page was opened at ${location.hostname}.`;
+            return tell("elsewhere", `${rpId} ≠ ${location.hostname}`);
         case "InvalidStateError":
         case "NotSupportedError":
-            return "This device cannot use your passkey. Try the device that you enrolled it on.";
+            return tell("unusable");
         default:
-            return `Nothing was signed: ${error.message}`;
+            return tell("notSigned", error.message);
     }
 };
 
@@ -137,20 +147,20 @@ const send = async (proof) => {
             signal: AbortSignal.timeout(20000),
         });
     } catch {
-        return "The control plane did not answer. Look at the list of approvals before you try again.";
+        return tell("silent");
     }
     if (answer.ok) {
         return "";
     }
     const body = await answer.json().catch(() => null);
-    return body?.error?.message ?? `The control plane refused (status ${answer.status}). Reload the page and look again.`;
+    return body?.error?.message ?? tell("refused", answer.status);
 };
 
 const approve = async () => {
     const digest = await check();
     if (!digest) {
         verdict.scrollIntoView({ block: "center" });
-        return explainMismatch(new Untrustworthy("see the comparison of the words"));
+        return explainMismatch(new Untrustworthy(tell("seeWords")));
     }
     const options = JSON.parse(form.dataset.assertion);
     let proof;
@@ -193,6 +203,6 @@ form?.addEventListener("submit", async (event) => {
 if (signed && globalThis.crypto?.subtle) {
     await check();
 } else if (verdict) {
-    verdict.textContent = "This browser cannot compare the words here: that needs HTTPS or http://localhost.";
-    verdict.className = "note note-care small after";
+    verdict.textContent = tell("cannotCompare");
+    verdict.className = "note note-care small";
 }

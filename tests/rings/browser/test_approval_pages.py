@@ -96,7 +96,7 @@ def path_of(operation: Operation) -> str:
 
 
 def approve_here(page: Page) -> None:
-    expect(page.locator("#own-verdict")).to_contain_text("Same words")
+    expect(page.locator("#own-verdict")).to_contain_text("Same six words")
     page.get_by_role("button", name="Approve with a passkey").click()
     expect(page.get_by_text("Your approval is recorded.")).to_be_visible()
 
@@ -137,10 +137,10 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
     ana.page.get_by_role("button", name="Preview").click()
     expect(ana.page.get_by_text("Nothing is sent yet")).to_be_visible()
     ana.page.get_by_role("button", name="Request approval").click()
-    expect(ana.page.locator("#own-verdict")).to_contain_text("Same words")
+    expect(ana.page.locator("#own-verdict")).to_contain_text("Same six words")
     expect(approve_button(ana.page)).to_be_hidden()
     operation = in_database(lambda: Operation.objects.exclude(pk=draft.pk).get())
-    assert ana.page.locator("#own-words").inner_text() == digest_words(bytes.fromhex(operation.digest))
+    assert ana.page.locator("#own-words").text_content() == digest_words(bytes.fromhex(operation.digest))
     for number, visit in enumerate((ben, cleo), start=1):
         visit.open(path_of(operation))
         approve_here(visit.page)
@@ -209,7 +209,7 @@ def test_a_page_signs_only_what_it_shows_and_writes_it_as_the_verifier_does(
     posts: list[str] = []
     ben.page.on("request", lambda request: posts.append(request.url) if request.method == "POST" else None)
     ben.open(path_of(operation))
-    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same six words")
     for value in SIGNABLE:
         assert ben.page.evaluate(CANONICAL, json.dumps(value)) == canonical(value).decode()
     assert [ben.page.evaluate(CANONICAL, text) for text in UNSIGNABLE] == ["Untrustworthy"] * len(UNSIGNABLE)
