@@ -51,7 +51,7 @@ def record_events(events: Iterable[Event]) -> list[AuditEvent]:
     """Write events in one statement; otherwise as ``record_event``."""
     if not transaction.get_connection().in_atomic_block:
         raise RuntimeError("an event must be written inside transaction.atomic(), together with the change it records")
-    rows = [AuditEvent(**{**asdict(event), "detail": dict(event.detail)}) for event in events]
+    rows = [AuditEvent(**{**asdict(event), "at": clock.now(), "detail": dict(event.detail)}) for event in events]
     for row in rows:
         # Raises for a detail that JSON readers could read differently, before it is written.
         canonical_bytes(row.detail)

@@ -20,6 +20,7 @@ MODULES = {
     "audit": ("audit",),
     "bootstrap": ("bootstrap",),
     "ca": ("ca",),
+    "demo": ("demo_fleet",),
     "fleet": (
         *("allow_model", "create_key", "create_worker_credential", "disallow_model", "explain", "node_action"),
         *("replay_routing", "set_provider_state", "ticket_key", "webhook"),

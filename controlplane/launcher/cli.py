@@ -134,9 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     credentials.add_argument(
         "name", nargs="?", choices=Credentials.__slots__, metavar="NAME", help="print only this one, bare: %(choices)s"
     )
-    demo = add("demo", "set up something to try on a running installation", _run_demo)
-    demo.add_argument("what", choices=["governance"], help="three people, a second tiny model, and what to do next")
-    demo.add_argument("--json", action="store_true", dest="as_json", help="print it for a program")
+    _add_demo(demo := add("demo", "set up something to try, or a whole fleet that nobody has", _run_demo))
     for name, program in _PROGRAMS.items():
         made = add(name, program.text, lambda *_: 0, program.usage)  # never run: its words are handed on
         if name == "manage":
@@ -196,6 +194,25 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         "--no-node", dest="with_node", action="store_false", help="do not run the local node with the small built-in model"
     )
     up.add_argument("--gateways", type=int, default=1, choices=range(1, 9), metavar="N", help=argparse.SUPPRESS)
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    text = (
+        "governance: three people, a second tiny model, and what to do next, on a running installation. fleet: 12 nodes, 5 "
+        "tenants and a week of traffic, played until Ctrl-C; it starts the installation when none runs on DIR"
+    )
+    demo.add_argument("what", choices=["governance", "fleet"], help=text)
+    demo.add_argument("--json", action="store_true", dest="as_json", help="of governance: print it for a program")
+    demo.add_argument("--port", type=_port, default=8000, help="of fleet: as in up (default: %(default)s)")
+    text = "of fleet: as in up (default: %(default)s)"
+    demo.add_argument("--gateway-port", type=_port, default=8080, metavar="PORT", help=text)
+    text = "of fleet: asked per minute (default: %(default)g)"
+    demo.add_argument("--requests", type=float, default=40.0, metavar="N", help=text)
+    demo.add_argument(
+        "--scale", nargs="+", default=[], metavar="NAME=N",
+        help="of fleet: nodes=1000 records=10000000 for measuring, instead of 12 and some 100,000",
+    )  # fmt: skip
+    demo.add_argument("--write-only", action="store_true", help="of fleet: end when everything is written")
 
 
 def _port(text: str) -> int:
@@ -294,9 +311,18 @@ def _run_up(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> i
 
 def _run_demo(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
     environment.enter("server", argv)
-    from controlplane.launcher.demo import run_demo
+    from controlplane.launcher.demo import run_demo, run_fleet
 
-    run_demo(options.data, as_json=options.as_json)
+    if options.what == "governance":
+        run_demo(options.data, as_json=options.as_json)
+    words = [f"--requests={options.requests}", *(["--write-only"] if options.write_only else [])]
+    for text in options.scale:
+        name, _, count = text.partition("=")
+        if name not in {"nodes", "records"} or not count.isdecimal():
+            raise LauncherError(f"--scale takes nodes=N and records=N, not {text!r}")
+        words.append(f"--{name}={count}")
+    ports = ["--port", str(options.port), "--gateway-port", str(options.gateway_port)]
+    return run_fleet(options.data, ports=ports, words=words)
 
 
 def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:

@@ -1,4 +1,7 @@
-"""``./muster demo governance``: a second model for the local node, then the people (``manage.py demo_governance``)."""
+"""``./muster demo``: what the launcher does for it. The rest are commands: ``demo_governance`` and ``demo_fleet``.
+
+``governance`` needs a second model for the local node. ``fleet`` starts the installation when none runs on the directory.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,74 @@ import math
 import os
 import signal
 import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from controlplane.launcher.console import LauncherError
-from controlplane.launcher.files import read_json, replace_file
-from controlplane.launcher.installation import installation_path, read_variables, run_manage
+from controlplane.launcher.console import LauncherError, StopRequested
+from controlplane.launcher.environment import ROOT
+from controlplane.launcher.files import read_holder, read_json, replace_file
+from controlplane.launcher.installation import installation_path, lock_path, read_variables, run_manage
 from controlplane.launcher.parts import TINY_MODEL
 from controlplane.launcher.processes import send
+from wire import clock
 
 MODEL = "muster-tiny-f16"
+_LOOK_S = 0.1
+
+
+def run_fleet(data: Path, *, ports: Sequence[str], words: Sequence[str]) -> int:
+    """Write the demo's fleet into the installation on ``data`` and play it until Ctrl-C; returns the exit status.
+
+    An installation that does not run is started, with ``ports`` as options of ``up``, and stopped at the end. ``words``: of the
+    command ``demo_fleet``. Raises LauncherError.
+    """
+    data = data.resolve()
+    if read_holder(lock_path(data)) is not None:
+        read_variables(data)
+        run_manage(data, ["demo_fleet", "--data", str(data), *words])
+    with _hold(data, ports):
+        environment = {**os.environ, **read_variables(data)}
+        command = [sys.executable, str(ROOT / "manage.py"), "demo_fleet", "--data", str(data), *words]
+        return _await(subprocess.Popen(command, cwd=ROOT, env=environment))
+
+
+@contextmanager
+def _hold(data: Path, ports: Sequence[str]) -> Iterator[None]:
+    """Run ``up`` on ``data`` until the block ends. Raises LauncherError when it does not get ready."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    command = [sys.executable, str(ROOT / "muster"), "up", "--data", str(data), "--no-node", *ports]
+    # In a group of its own: Ctrl-C reaches it when the demo has ended, not before.
+    up = subprocess.Popen(command, start_new_session=True)
+    try:
+        while not installation_path(data).exists():
+            if up.poll() is not None:
+                raise LauncherError(f"the installation on {data} did not start; what it said stands above")
+            clock.sleep(_LOOK_S)
+        yield
+    except StopRequested:
+        pass
+    finally:
+        if up.poll() is None:
+            up.terminate()
+        up.wait()
+
+
+def _await(process: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            return process.wait()
+        except StopRequested:
+            process.terminate()
+
+
+def _stop(number: int, frame: object) -> None:
+    del number, frame
+    raise StopRequested
 
 
 def run_demo(data: Path, *, as_json: bool) -> NoReturn:

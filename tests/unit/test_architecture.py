@@ -69,7 +69,14 @@ NUMBERS: dict[str, str] = {
     "controlplane/gateway_server/ws_protocol.py": "_BINARY _SHORT_BYTES",
     "controlplane/launcher/postgres.py": "_READY_LINE",
     "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
-    "controlplane/launcher/demo.py": "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16",
+    "controlplane/launcher/demo.py": (
+        "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16 _LOOK_S"
+    ),
+    # The scene of the demo, which bounds nothing.
+    "controlplane/demo/fleet.py": "SEED GIB REQUESTS DAYS _PEAK",
+    "controlplane/demo/nodes.py": "_LOAD_S _SLOW_LOAD_S _SHORT_S _RETRY_S _ANSWER_WORDS",
+    "controlplane/demo/scale.py": "_FRESH_S _BATCH",
+    "controlplane/demo/scene.py": "_DRAIN_S",
     "runner/connection.py": "_FINAL_TEXT _FINAL_BINARY _MASKED _SIZES_OF_2 _SIZES_OF_8",
     "runner/definitions/fields.py": "EXLLAMA_PAGE_TOKENS MAX_INTEGER",
     "runner/engines/children/__init__.py": "PR_SET_PDEATHSIG",
