@@ -42,13 +42,16 @@ from wire import clock
 
 class AdminTokenForm(forms.Form):
     name = forms.CharField(
-        max_length=limits().governance.token_name_chars, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
+        label=_("Name"),
+        max_length=limits().governance.token_name_chars,
+        widget=UnfoldAdminTextInputWidget,
+        help_text=_("Who or what will use it"),
     )
 
 
 def _revoke(token: AdminToken, actor: str, values: Values) -> str:
     revoke_admin_token(token_id=token.pk, actor=actor)
-    return f"Revoked the admin token {token.name}."
+    return gettext("Revoked the admin token %(name)s.") % {"name": token.name}
 
 
 @admin.register(AdminToken)
@@ -59,17 +62,17 @@ class AdminTokenAdmin(CreatingAdmin):
     search_fields = ("name", "keyid")
     fields = ("name", "show_prefix", "created_at", "last_used_at", "revoked_at")
     readonly_fields = fields
-    empty_words = "Programs send an admin token to use the admin APIs of control plane and gateway."
+    empty_words = _("Programs send an admin token to use the admin APIs of control plane and gateway.")
     create_form = AdminTokenForm
-    create_title = "New admin token"
-    create_explanation = (
+    create_title = _("New admin token")
+    create_explanation = _(
         "It opens the admin APIs of control plane and gateway. It is shown once. Once there is a policy, this needs approval."
     )
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="revoke",
-            label="Revoke",
-            explanation="The token stops working at once, for good. Whatever uses it will be refused.",
+            label=_("Revoke"),
+            explanation=_("The token stops working at once, for good. Whatever uses it will be refused."),
             run=_revoke,
             is_offered=lambda token: token.revoked_at is None,
             is_danger=True,
@@ -78,18 +81,18 @@ class AdminTokenAdmin(CreatingAdmin):
 
     def create(self, actor: str, values: Values) -> Created:
         token, text = create_admin_token(name=values["name"], actor=actor)
-        return Created(row=token, secret=text, usage="Send it as: Authorization: Bearer <token>")
+        return Created(row=token, secret=text, usage=gettext("Programs send it as: Authorization: Bearer <token>"))
 
     def find_offer(self, values: Values) -> Offer:
         return Offer(operation="admin-token-mint", target="control-plane", params={"name": values["name"]})
 
-    @column("Token")
+    @column(_("Token"))
     def show_prefix(self, token: AdminToken) -> str:
         return f"msa_{token.keyid}…"
 
-    @column("State", ordering="revoked_at", label={"active": "success", "revoked": "danger"})
-    def show_state(self, token: AdminToken) -> str:
-        return "active" if token.revoked_at is None else "revoked"
+    @column(_("State"), ordering="revoked_at", label={"active": "success", "revoked": "danger"})
+    def show_state(self, token: AdminToken) -> tuple[str, str]:
+        return ("active", gettext("active")) if token.revoked_at is None else ("revoked", gettext("revoked"))
 
 
 class WebhookForm(forms.Form):
