@@ -44,8 +44,9 @@ def demonstrate_fleet(options: Options) -> str:
     running = read_json(installation_path(data))
     gateway, control = str(running.get("gateway_url", "")), str(running.get("public_url", "")).rstrip("/")
 
+    _, invitation = create_invitation(user=admin, actor=ACTOR, hours=24)
+
     def tell() -> None:
-        _, invitation = create_invitation(user=admin, actor=ACTOR, hours=24)
         for line in (
             f"The demo plays until Ctrl-C: {control}/admin/, login {admin.username}. An approval policy is in force, so a",
             f"session by password may only look. To change things make a passkey: {make_invitation_url(invitation)}",
