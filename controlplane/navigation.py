@@ -101,6 +101,7 @@ ENTRIES = (
     )),
     Entry(gettext_lazy("Models"), "deployed_code", (
         Tab(gettext_lazy("Models"), "deployed_code", "gateway.model"),
+        Tab(gettext_lazy("Catalogue"), "library_books", "admin:gateway_catalogue", SEE_MODELS),
         Tab(gettext_lazy("Aliases"), "alt_route", "gateway.modelalias"),
     )),
     Entry(gettext_lazy("Requests"), "receipt_long", (
@@ -127,8 +128,6 @@ ENTRIES = (
         Tab(gettext_lazy("Webhooks"), "webhook", "governance.webhookendpoint"),
     )),
     Entry(gettext_lazy("System"), "monitor_heart", (
-        Tab(gettext_lazy("Alerts"), "notifications", "governance.alert"),
-        Tab(gettext_lazy("Silences"), "notifications_off", "governance.alertsilence"),
         Tab(gettext_lazy("Gateways"), "lan", "gateway.gatewayprocess"),
         Tab(gettext_lazy("Audit"), "fact_check", "governance.auditevent"),
     )),

@@ -258,10 +258,8 @@ class ShowingAdmin(FindingAdmin):
 
     @column("")
     def show_changes(self, row: Row) -> SafeString:
-        """Return two of the row's changes as small links, the second of more leads to its page. Opening one shows a page."""
+        """Return the row's changes as small links. Opening one shows a confirm page."""
         pairs = [(self._confirm_url(row, c), c.label) for c in self.row_changes if c.is_offered(row)]
-        if len(pairs) > 2:
-            pairs = [pairs[0], (reverse(f"admin:{self._url_name('change')}", args=[row.pk]), _("More"))]
         links = format_html_join(" · ", '<a class="text-primary-600 dark:text-primary-500" href="{}">{}</a>', pairs)
         return format_html('<span class="whitespace-nowrap">{}</span>', links)
 
@@ -357,7 +355,7 @@ class CreatingAdmin(ShowingAdmin):
         """Ask on GET, create on POST. A secret is shown on the answer itself: it passes no session and no cache."""
         if not self._may_create(request):  # who may only look sees the form, disabled, below the reason
             raise PermissionDenied
-        form = self.create_form(request.POST if request.method == "POST" else None)
+        form = self.create_form(request.POST if request.method == "POST" else None, initial=request.GET.dict())
         created = self._try_create(request, form) if request.method == "POST" and form.is_valid() else None
         list_url = reverse(f"admin:{self._url_name('changelist')}")
         if created is None:

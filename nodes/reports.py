@@ -441,6 +441,7 @@ def _clean_facts(facts: bridge.ModelFacts) -> bridge.ModelFacts:
     return bridge.ModelFacts(
         name=_clean_text(facts.name, limits().nodes.report_name_chars),
         backend=_clean_text(facts.backend, limits().nodes.report_word_chars),
+        quantization=_clean_text(facts.quantization, limits().nodes.report_word_chars),
         state=_clean_text(facts.state, limits().nodes.report_word_chars),
         replicas=_clean_int(facts.replicas, limits().nodes.report_load) or 0,
         loaded_replicas=_clean_int(facts.loaded_replicas, limits().nodes.report_load) or 0,

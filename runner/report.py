@@ -10,6 +10,7 @@ from runner.definitions.fields import TRANSLATABLE
 from runner.definitions.plan import LoadPlan, load_constraints
 from runner.engines.port import Capabilities
 from runner.fit.memory import ceil_mib
+from runner.library.files import FoundModel
 from runner.limits import MIB, limits
 from runner.parts import Parts
 from runner.pool.loads import count_replicas, is_elsewhere
@@ -170,6 +171,7 @@ async def _describe(parts: Parts, model: Model) -> ModelFacts:
     return ModelFacts(
         name=model.model_id,
         backend=definition.backend,
+        quantization=model.files_quantization or _find_quantization(parts, model),
         state=model.state.value,
         replicas=count_replicas(model.definition, model.overrides),
         loaded_replicas=sum(replica.supervisor.is_ready for replica in model.replicas),
@@ -185,13 +187,21 @@ async def _describe(parts: Parts, model: Model) -> ModelFacts:
 
 
 async def _file_size(parts: Parts, model: Model) -> int | None:
-    registry, definition = parts.pool.registry, model.definition
+    definition = model.definition
     if is_elsewhere(definition):
         return None
-    wanted = definition.model_path or definition.model_id
-    found = next((entry for entry in registry.found if wanted in {entry.model_id, str(entry.path)}), None)
-    if found is not None:
+    if (found := _find_files(parts, model)) is not None:
         return found.size_bytes
-    path = Path(wanted)
+    path = Path(definition.model_path or definition.model_id)
     shape = await parts.pool.capacity.find_shape(path) if definition.is_configured and path.is_absolute() else None
     return shape.weights_bytes if shape is not None else None
+
+
+def _find_quantization(parts: Parts, model: Model) -> str:
+    found = None if is_elsewhere(model.definition) else _find_files(parts, model)
+    return (found.quantization or "") if found is not None else ""
+
+
+def _find_files(parts: Parts, model: Model) -> FoundModel | None:
+    wanted = model.definition.model_path or model.definition.model_id
+    return next((entry for entry in parts.pool.registry.found if wanted in {entry.model_id, str(entry.path)}), None)

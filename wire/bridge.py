@@ -115,11 +115,13 @@ class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
     of the files (``model_artifact_size``), None when that is ``unavailable``. ``replica_max``: most replicas of a load;
     ``target_inflight``: requests that one takes at once, ``configured_target_inflight`` what the settings say.
     ``load_constraints``: by the name of a load's field, its kind, limits and default, as in llm-pool's
-    ``GET /v1/admin/models``. ``device``: ``cpu`` = it is set up to use no GPU; else empty.
+    ``GET /v1/admin/models``. ``device``: ``cpu`` = it is set up to use no GPU; else empty. ``quantization``: of its files, as
+    they say; empty = they do not.
     """
 
     name: str
     backend: str = ""
+    quantization: str = ""
     state: str = ""
     replicas: int = 0
     loaded_replicas: int = 0

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from gateway.admin import callers, models, requests
+from gateway.admin import aliases, callers, models, requests
 
-__all__ = ["callers", "models", "requests"]
+__all__ = ["aliases", "callers", "models", "requests"]

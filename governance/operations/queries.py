@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -174,24 +175,45 @@ def read_history(*, before: datetime | None, limit: int) -> list[OperationSummar
     return summarise_all(_list_newest(rows, limit))
 
 
+@dataclass(frozen=True, slots=True)
+class Underway:
+    """An operation that waits, runs or has ended just now, for the page of what it is about. ``asked``: people who may still
+    sign; ``params``: what is signed. ``runs``: of its last use.
+    """
+
+    summary: OperationSummary
+    params: Mapping[str, object]
+    asked: tuple[str, ...]
+    runs: tuple[OperationRun, ...]
+
+
+def list_underway(operation: str, *, recent_s: float) -> list[Underway]:
+    """Return what is open of a kind of operation, or has ended within ``recent_s``, newest first; three queries."""
+    now = clock.now()
+    runs = OperationRun.objects.filter(operation=OuterRef("pk"))
+    is_open = Exists(runs.filter(ended_at=None)) | Exists(runs.filter(ended_at__gte=now - timedelta(seconds=recent_s)))
+    waits = Q(state=ApprovalState.PENDING.value, expires_at__gt=now)
+    is_usable = Q(state=ApprovalState.APPROVED.value, dispatched_at=None, not_after__gt=now)
+    rows = Operation.objects.filter(waits | is_usable | is_open, operation=operation)
+    found = []
+    for row in _list_newest(rows, limits().governance.page_rows):
+        with contextlib.suppress(ApprovalError):  # one that was changed in the database is about nothing
+            is_pending = row.state == ApprovalState.PENDING.value
+            people = sorted(row.policy.read_policy().groups) if is_pending else ()
+            asked = tuple(name for name in people if name != row.requested_by and _may_decide(row, name))
+            last = max((run.use for run in row.runs.all()), default=0)
+            own = tuple(run for run in row.runs.all() if run.use == last)
+            found.append(Underway(summarise(row), row.read_statement().params, asked, own))
+    return found
+
+
 def count_waiting_for(user: User) -> int:
     """Return how many operations wait for this person. One query: every page asks."""
-    return len(_find_waiting_for(user))
-
-
-def list_waiting_for(user: User) -> list[OperationSummary]:
-    """Return the operations that wait for this person, the oldest first."""
-    ids = [operation.pk for operation in _find_waiting_for(user)]
-    return [summarise(row) for row in with_parts(Operation.objects.filter(pk__in=ids)).order_by("requested_at")] if ids else []
-
-
-def _find_waiting_for(user: User) -> list[Operation]:
     name = user.get_username()
     decided = Decision.objects.filter(operation=OuterRef("pk"), person_name=name, withdrawn_at=None)
     pending = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now())
     others = pending.exclude(Exists(decided)).exclude(requested_by=name).select_related("policy", "adopts")
-    newest = others.order_by("-requested_at")[: limits().governance.page_rows]
-    return [operation for operation in newest if _is_named(operation, name)]
+    return sum(_is_named(operation, name) for operation in others.order_by("-requested_at")[: limits().governance.page_rows])
 
 
 def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:

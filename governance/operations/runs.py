@@ -682,12 +682,19 @@ class LastRun:
     params: Mapping[str, object]
 
 
-def list_last_successes(*, targets: Collection[str], operations: Collection[str], member: str) -> list[LastRun]:
-    """Return the last run of these operations that succeeded, for each target and each value of ``member`` in its result."""
+def list_last_successes(
+    *, targets: Collection[str] | None, operations: Collection[str], member: str, subject: str | None = None
+) -> list[LastRun]:
+    """Return the last run of these operations that succeeded, for each target and each value of ``member`` in its result.
+
+    ``targets`` None = all; ``subject``: this value alone.
+    """
     rows = OperationRun.objects.filter(
-        state=RunState.SUCCEEDED.value, target__in=targets, operation__operation__in=operations, ended_at__isnull=False
+        state=RunState.SUCCEEDED.value, operation__operation__in=operations, ended_at__isnull=False
     ).annotate(subject=KeyTextTransform(member, "result"))
-    last = rows.filter(subject__isnull=False).order_by("target", "subject", "-ended_at").distinct("target", "subject")
+    rows = rows if targets is None else rows.filter(target__in=targets)
+    last = rows.filter(subject__isnull=False) if subject is None else rows.filter(subject=subject)
+    last = last.order_by("target", "subject", "-ended_at").distinct("target", "subject")
     found = []
     for run in last.select_related("operation"):
         operation = run.operation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -10,6 +11,7 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
+from django.db.models.fields.json import KeyTextTransform
 from django.utils import timezone
 from django.utils.module_loading import import_string
 from django.utils.translation import gettext as _
@@ -20,7 +22,7 @@ from governance.errors import InvalidProposal
 from governance.notices import list_requester_and_signers, notify_of_event
 from governance.operations.runs import LastRun, last_run, list_last_successes
 from governance.registry import Choices, Impact, Line, MemoryChange, Request, Undone, make_query
-from nodes.models import Node, Reach
+from nodes.models import Node, ProviderState, Reach, clock_of, presence_of, with_clock
 from nodes.operations.targets import (
     CAUTION,
     DANGER,
@@ -31,6 +33,7 @@ from nodes.operations.targets import (
     Target,
     brief_live,
     clean_targets,
+    explain_unready,
     find_places,
     find_signed,
     judge_live,
@@ -41,8 +44,11 @@ from nodes.operations.targets import (
     print_memory,
     refuse_unable,
 )
+from nodes.reports import read_replicas, read_stored
+from nodes.services.availability import read_availability
 from nodes.services.telemetry import MemoryBar
 from wire import clock
+from wire.bridge import GpuInfo
 from wire.contract import NodeStatus
 from wire.ids import format_id
 
@@ -469,15 +475,17 @@ class LostModel:
         return f"{since} {why}"
 
 
-def find_lost_models(op_id: uuid.UUID | None = None) -> tuple[LostModel, ...]:
-    """Return what nodes that are connected have lost, by node and model; ``op_id``: only what this operation had loaded.
+def find_lost_models(op_id: uuid.UUID | None = None, *, model: str | None = None) -> tuple[LostModel, ...]:
+    """Return what nodes that are connected have lost, by node and model; ``op_id``: only what this operation had loaded;
+    ``model``: this one alone.
 
     Three queries when nothing is lost, one while no node that takes operations is connected.
     """
-    targets = {target.node.runner_id: target for target in list_targets() if _is_heard(target)}
+    had = None if model is None else {run.target for run in _list_loads(None, model)}
+    targets = {target.node.runner_id: target for target in list_targets(had) if _is_heard(target)} if had != set() else {}
     if not targets:
         return ()
-    loads = [run for run in _read_loads(targets) if op_id is None or run.op_id == op_id]
+    loads = [run for run in _read_loads(targets, model) if op_id is None or run.op_id == op_id]
     lost = [found for run in loads if (found := _compare(targets[run.target], run)) is not None]
     return tuple(sorted(lost, key=lambda each: (each.node_name, each.model)))
 
@@ -515,11 +523,17 @@ def _is_heard(target: Target) -> bool:
     return bool(node.runner_id and node.op_level and said and target.status is not NodeStatus.OFFLINE)
 
 
-def _read_loads(targets: Collection[str]) -> Iterator[LastRun]:
+def _list_loads(targets: Collection[str] | None, model: str | None) -> list[LastRun]:
+    """Return the last load or unload of each model on each target."""
+    names = [MODEL_LOAD.name, MODEL_UNLOAD.name]
+    return list_last_successes(targets=targets, operations=names, member="modelId", subject=model)
+
+
+def _read_loads(targets: Collection[str], model: str | None) -> Iterator[LastRun]:
     # A load counts unless an unload or an eviction of the same model came after it.
-    evictions = list_last_successes(targets=targets, operations=[MODEL_LOAD.name], member="evicted")
+    evictions = list_last_successes(targets=targets, operations=[MODEL_LOAD.name], member="evicted", subject=model)
     evicted_at = {(run.target, run.subject): run.ended_at for run in evictions}
-    for run in list_last_successes(targets=targets, operations=[MODEL_LOAD.name, MODEL_UNLOAD.name], member="modelId"):
+    for run in _list_loads(targets, model):
         is_evicted = evicted_at.get((run.target, run.subject), run.ended_at) > run.ended_at
         if run.operation == MODEL_LOAD.name and not is_evicted and not _is_ended_elsewhere(run):
             yield run
@@ -555,3 +569,71 @@ def _make_query(run: LastRun) -> str:
 
 def _print(at: datetime) -> str:
     return f"{timezone.localtime(at):%Y-%m-%d %H:%M %Z}"
+
+
+# Room for a model that is not loaded yet
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a node has for one more model, in MiB: of its GPUs together, or of the host where it has none (``has_gpu``).
+
+    ``one_gpu_mb``: free on its emptiest GPU. ``loaded``: what each loaded model holds. None = the node does not say.
+    ``refusal``: why it takes no load now, empty = it does. ``is_away``: because it is offline. ``keeps``: it can keep a model
+    loaded.
+    """
+
+    node_id: uuid.UUID
+    node: str
+    runner_id: str
+    refusal: str
+    is_away: bool
+    keeps: bool
+    has_gpu: bool
+    total_mb: int | None
+    free_mb: int | None
+    gpus: int
+    one_gpu_mb: int | None
+    loaded: tuple[tuple[str, int], ...]
+
+
+_SUMS = ("kind", "total_mb", "used_mb")
+"""Of a node's memory. The facts of its models stand beside them, and are long."""
+
+
+def read_rooms() -> list[Room]:
+    """Return the room of every node that is heard or takes operations, by name; one query."""
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).exclude(credential__revoked_at__isnull=False)
+    sums = {f"memory_{part}": KeyTextTransform(part, "presence__memory") for part in _SUMS}
+    rows = rows.select_related("presence", "provider").defer("presence__memory", "presence__available_models", "figures")
+    found = [_measure_room(node) for node in with_clock(rows.annotate(**sums).order_by("name", "pk"))]
+    return [room for room in found if room is not None]
+
+
+def _measure_room(node: Node) -> Room | None:
+    availability = read_availability(node, now=clock_of(node))
+    is_away = availability.status is NodeStatus.OFFLINE
+    if is_away and not node.op_level:
+        return None
+    gpus = read_stored(presence_of(node).gpus, list[GpuInfo]) or []
+    free = [max(0, gpu.memory_total_mb - (gpu.memory_used_mb or 0)) for gpu in gpus if gpu.memory_total_mb]
+    kind, total, used = (getattr(node, f"memory_{part}") for part in _SUMS)
+    total, used = _read_int(total), _read_int(used)
+    if total is None and free:
+        total, used = sum(gpu.memory_total_mb or 0 for gpu in gpus), sum(gpu.memory_used_mb or 0 for gpu in gpus)
+    held: Counter[str] = Counter()
+    for replica in read_replicas(presence_of(node).replicas):
+        held[replica.model] += (replica.memory_mb or 0) if replica.state == "loaded" else 0
+    is_able = bool(node.runner_id and node.op_level)
+    refusal = explain_unready(node) if is_able else _("%(node)s takes no loads from here.") % {"node": node.name}
+    return Room(
+        node_id=node.pk, node=node.name, runner_id=node.runner_id if is_able else "", keeps=node.keeps_models,
+        refusal=_("%(node)s is offline.") % {"node": node.name} if is_away else refusal,
+        is_away=is_away, has_gpu=bool(free) and kind != "host", total_mb=total,
+        free_mb=None if total is None else max(0, total - (used or 0)), gpus=len(free), one_gpu_mb=max(free, default=None),
+        loaded=tuple(sorted((model, mb) for model, mb in held.items() if mb)),
+    )  # fmt: skip
+
+
+def _read_int(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None

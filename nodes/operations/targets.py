@@ -218,9 +218,10 @@ def read_target(text: str) -> Target | None:
     return None if node is None else _make_target(node, now=read_clock())
 
 
-def list_targets() -> list[Target]:
-    """Return every node that may come back, by name, in one query."""
+def list_targets(runner_ids: Collection[str] | None = None) -> list[Target]:
+    """Return every node that may come back, by name, in one query; ``runner_ids``: of these alone."""
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).exclude(credential__revoked_at__isnull=False)
+    rows = rows if runner_ids is None else rows.filter(runner_id__in=runner_ids)
     nodes = with_clock(rows).select_related("presence").order_by("name", "pk")
     return [_make_target(node, now=clock_of(node)) for node in nodes]
 

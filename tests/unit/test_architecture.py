@@ -36,7 +36,7 @@ MAX_MODULE_LINES = 800
 LIMITS = ("conformance/exchange.py", "core/limits.py", "runner/limits.py", "wire/limits.py")
 NUMBERS: dict[str, str] = {
     # Drawing and printing.
-    "controlplane/overview.py": "WIDTH HEIGHT _HOUR",
+    "controlplane/overview.py": "WIDTH HEIGHT GAP _HOUR",
     "gateway/services/rollups.py": "_MARK _MINUTE _HOUR _DAY",
     "controlplane/playground/snippets.py": "WIDTH",
     # Settings that Django and Celery read by their name.
@@ -89,6 +89,7 @@ NUMBERS: dict[str, str] = {
     "runner/telemetry/gpus.py": "_INSUFFICIENT_SIZE _NOT_AVAILABLE",
     "runner/tiny/train.py": "END_OF_TEXT END_OF_TURN",
     # Arithmetic.
+    "gateway/services/catalogue.py": "_MIB",
     "nodes/links/keeper.py": "_MIB",
     "runner/ledger/ledger.py": "HOUR_S DAY_S",
     "runner/library/hub.py": "MB",

@@ -289,7 +289,7 @@ def test_the_page_of_a_model_edits_its_document_and_shows_which_gpus_can_run_it(
     client = Client()
     client.force_login(get_user_model().objects.create_user("ada", is_staff=True, is_superuser=True))
     model = allow_model(name=CODER, actor=ACTOR)
-    page = reverse("admin:gateway_model_change", args=[model.pk])
+    page = reverse("admin:gateway_model_change", args=[model.pk]) + "?tab=compatibility"
     assert "No node has measured it" in client.get(page).content.decode()
     make_presence(make_node(), gpus=[{"index": 0, "name": "NVIDIA L4", "memory_total_mb": 8_192, "memory_used_mb": 0}])
     follow_gpus()

@@ -461,9 +461,9 @@ LIMITS: dict[str, dict[str, Any]] = {
     "gguf_type_k": {"kind": "enum", "allowed_values": ["f16", "q8_0"], "default": "f16"},
 }
 FACTS = ModelFacts(
-    name="m", backend="gguf", state="loaded", replicas=1, loaded_replicas=1, replica_max=4, target_inflight=2,
-    configured_target_inflight=3, estimate_mb=700, estimate_replicas=1, estimate_source="observed_load_delta",
-    load_constraints=LIMITS, device="cpu",
+    name="m", backend="gguf", quantization="Q4_K_M", state="loaded", replicas=1, loaded_replicas=1, replica_max=4,
+    target_inflight=2, configured_target_inflight=3, estimate_mb=700, estimate_replicas=1,
+    estimate_source="observed_load_delta", load_constraints=LIMITS, device="cpu",
 )  # fmt: skip
 
 
