@@ -16,9 +16,8 @@ from django.contrib import admin
 from django.core.exceptions import BadRequest, DisallowedHost, PermissionDenied, RequestDataTooBig
 from django.db import DatabaseError, DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
-from django.shortcuts import render
 from django.template.loader import render_to_string
-from django.views import defaults
+from django.utils.translation import gettext as _
 from rest_framework import exceptions
 from rest_framework.permissions import SAFE_METHODS
 from rest_framework.response import Response
@@ -176,17 +175,14 @@ def first_problem(detail: object, path: str = "") -> tuple[str | None, str]:
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Answer 404: a page where people read pages and to browsers everywhere, the envelope to everybody else."""
-    if request.path.startswith("/admin/") and admin.site.has_permission(request):
-        said = exception.args[0] if exception.args and isinstance(exception.args[0], str) else ""
-        context = {**admin.site.each_context(request), "title": "Page not found", "said": said}
-        return render(request, "admin/muster/not_found.html", context, status=HTTPStatus.NOT_FOUND)
-    if request.path.startswith(PAGE_PREFIXES):
-        return defaults.page_not_found(request, exception)
     if _wants_page(request):
-        problem = "The address is wrong. Every decision is kept: look for it in the history."
-        return _render_problem(HTTPStatus.NOT_FOUND, "Page not found", problem, request=request)
-    if not request.path.startswith(STRICT_PATHS) and _is_browser(request):
-        return defaults.page_not_found(request, exception)
+        problem = _("The address is wrong. Every decision is kept: look for it in the history.")
+        return _render_problem(request, HTTPStatus.NOT_FOUND, _("Page not found"), problem)
+    if request.path.startswith(PAGE_PREFIXES) or (not request.path.startswith(STRICT_PATHS) and _is_browser(request)):
+        # What is said names rows: it is for those who may see them.
+        is_told = request.path.startswith("/admin/") and admin.site.has_permission(request)
+        said = exception.args[0] if is_told and exception.args and isinstance(exception.args[0], str) else ""
+        return _render_error(request, "404.html", {"said": said}, HTTPStatus.NOT_FOUND)
     return _json(ApiError(HTTPStatus.NOT_FOUND, ErrorCode.NOT_FOUND, f"There is nothing at {request.path}."))
 
 
@@ -196,9 +192,10 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     if request.path.startswith(PAGE_PREFIXES):
         said = str(exception) if isinstance(exception, BadRequest) else ""
         words = _REMOVE_IT if isinstance(exception, NOT_STORABLE) else said or _MALFORMED
-        return close_page(HttpResponse(render_to_string("400.html", {"words": words}), status=HTTPStatus.BAD_REQUEST))
+        return _render_error(request, "400.html", {"words": words}, HTTPStatus.BAD_REQUEST)
     if _wants_page(request):
-        return _render_problem(HTTPStatus.BAD_REQUEST, "This cannot be understood", "Nothing was done. Go back and try again.")
+        problem = _("Nothing was done. Go back and try again.")
+        return _render_problem(request, HTTPStatus.BAD_REQUEST, _("This cannot be understood"), problem)
     known = describe_error(exception)
     return _json(known or ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, "The request cannot be understood."))
 
@@ -221,10 +218,10 @@ def _refuse_host(request: HttpRequest) -> HttpResponse:
 
 def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:
     if request.path.startswith(PAGE_PREFIXES):
-        return defaults.permission_denied(request, exception)
+        return _render_error(request, "403.html", {}, HTTPStatus.FORBIDDEN)
     if _wants_page(request):
-        problem = "You may not do that, and nothing was done. Sign in as somebody who may."
-        return _render_problem(HTTPStatus.FORBIDDEN, "This is not for you", problem, request=request)
+        problem = _("You may not do that, and nothing was done. Sign in as somebody who may.")
+        return _render_problem(request, HTTPStatus.FORBIDDEN, _("This is not for you"), problem)
     return _json(ApiError(HTTPStatus.FORBIDDEN, ErrorCode.INVALID_ADMIN_TOKEN, "This credential may not do that."))
 
 
@@ -237,18 +234,20 @@ def server_error(request: HttpRequest) -> HttpResponse:
     if isinstance(error, Exception) and outage is not None:
         return _say_outage(request, error, outage)
     if request.path.startswith(PAGE_PREFIXES):
-        return defaults.server_error(request)
-    message = "The control plane failed on this request. It has been logged."
+        return _render_error(request, "500.html", {}, HTTPStatus.INTERNAL_SERVER_ERROR)
     if _wants_page(request):
-        return _render_problem(HTTPStatus.INTERNAL_SERVER_ERROR, "Something broke", message)
+        problem = _("The control plane failed on this request. It has been logged.")
+        return _render_problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, _("Something broke"), problem)
+    message = "The control plane failed on this request. It has been logged."
     return _json(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorCode.INTERNAL_ERROR, message, retryable=True))
 
 
 def _say_outage(request: HttpRequest, error: Exception, outage: Outage) -> HttpResponse:
     is_script = request.content_type == "application/json"
     if _wants_page(request) or (request.path.startswith(PAGE_PREFIXES) and not is_script):
-        text = render_to_string("503.html", {"outage": outage})
-        answer: HttpResponse = close_page(HttpResponse(text, status=HTTPStatus.SERVICE_UNAVAILABLE))
+        # A database that only refuses changes still says who is signed in; one that is away is not waited for again.
+        reader = None if outage.problem == _AWAY else request
+        answer: HttpResponse = _render_error(reader, "503.html", {"outage": outage}, HTTPStatus.SERVICE_UNAVAILABLE)
     else:
         known = describe_error(error, method=request.method or "GET")
         assert known is not None  # it knows the database's errors
@@ -268,9 +267,16 @@ def _is_browser(request: HttpRequest) -> bool:
     return request.method in SAFE_METHODS and request.get_preferred_type(["application/json", "text/html"]) == "text/html"
 
 
-def _render_problem(status: HTTPStatus, title: str, problem: str, *, request: HttpRequest | None = None) -> HttpResponse:
-    """Return a page in the frame of the approval pages. Without ``request`` it reads nothing, as what reads may be broken."""
-    text = render_to_string("approvals/problem.html", {"title": title, "problem": problem}, request)
+def _render_problem(request: HttpRequest, status: HTTPStatus, title: str, problem: str) -> HttpResponse:
+    return _render_error(request, "approvals/problem.html", {"title": title, "problem": problem}, status)
+
+
+def _render_error(request: HttpRequest | None, template: str, context: dict[str, object], status: HTTPStatus) -> HttpResponse:
+    """Return a page in the place of another, with the navigation of who is signed in. Without ``request`` it reads nothing."""
+    try:
+        text = render_to_string(template, context, request)
+    except DatabaseError:
+        text = render_to_string(template, context)
     return close_page(HttpResponse(text, status=status))
 
 

@@ -45,6 +45,11 @@ def list_passkey_ids(user: User) -> list[str]:
     return list(rows.values_list("keyid", flat=True))
 
 
+def has_passkeys() -> bool:
+    """Return whether anybody can sign in by a passkey."""
+    return ApproverKey.objects.filter(kind=Kind.WEBAUTHN, revoked_at__isnull=True).exists()
+
+
 def find_passkey(keyid: str) -> ApproverKey | None:
     rows = ApproverKey.objects.select_related("user").filter(kind=Kind.WEBAUTHN, revoked_at__isnull=True)
     return rows.filter(keyid=keyid).first() if keyid else None

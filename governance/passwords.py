@@ -139,10 +139,10 @@ def book_try(*, name: str, address: str) -> bool:
 
 
 @transaction.atomic
-def book_code(*, name: str, address: str) -> None:
-    """Count one code behind a right password. Raises SignInRefused while one has to wait."""
+def book_code(*, name: str, address: str) -> bool:
+    """Count one code behind a right password, and return whether it was the last free one. Raises SignInRefused as above."""
     place = address if _is_known(_hide(name), address) else ANY
-    _book(_hide(name, of="code"), place, CODE_PACE)
+    return _book(_hide(name, of="code"), place, CODE_PACE) == CODE_PACE.free
 
 
 @transaction.atomic

@@ -60,25 +60,34 @@ def may_enrol(user: User, assurance: Assurance) -> bool:
     return assurance is Assurance.PASSKEY or (not has_had_key and may_change(user, assurance))
 
 
-def sign_in_by_password(request: HttpRequest, *, name: str, password: str, code: str, address: str) -> tuple[User, Assurance]:
-    """Return whose name, password and (with an app set up) code these are. Raises SignInRefused: one text for all causes."""
+def sign_in_by_password(request: HttpRequest, *, name: str, password: str, address: str) -> User:
+    """Return whose name and password these are; ``needs_code`` says what is still missing. Raises SignInRefused."""
     # Every try is booked before it is looked at.
     is_last_free = book_try(name=name, address=address)
     # A name that nobody has costs the same time: a password is hashed either way.
     user = authenticate(request, username=name, password=password)
-    if user is None or not _is_code_right(user, code, address):
+    if user is None:
+        if is_last_free:
+            _note_guessing(None)
+        raise SignInRefused(REFUSAL)
+    if not needs_code(user):
+        forgive(name=name, address=address)
+    return user
+
+
+def needs_code(user: User) -> bool:
+    """Return whether a password alone does not sign the person in."""
+    return has_app(user)
+
+
+def sign_in_by_code(user: User, *, code: str, address: str) -> None:
+    """Spend the code of the app of somebody whose password was right. Raises SignInRefused."""
+    is_last_free = book_code(name=user.get_username(), address=address)
+    if not user.is_active or not spend_code(user=user, code=code):
         if is_last_free:
             _note_guessing(user)
         raise SignInRefused(REFUSAL)
-    forgive(name=name, address=address)
-    return user, Assurance.TOTP if has_app(user) else Assurance.PASSWORD
-
-
-def _is_code_right(user: User, code: str, address: str) -> bool:
-    if not has_app(user):
-        return True
-    book_code(name=user.get_username(), address=address)
-    return spend_code(user=user, code=code)
+    forgive(name=user.get_username(), address=address)
 
 
 @transaction.atomic

@@ -35,6 +35,7 @@ ASSURANCE = "muster_assurance"
 SIGNED_IN_AT = "muster_signed_in_at"
 SEEN_AT = "muster_seen_at"
 CHALLENGE = "muster_challenge"
+HALF = "muster_half"
 FOLLOWS = "X-Muster-Follow"
 # Attribute of a request: whom ``may_act`` was asked of, and its answer.
 _MAY_ACT = "_muster_may_act"
@@ -164,6 +165,25 @@ def take_challenge(request: HttpRequest, purpose: str) -> bytes:
     if not is_good:
         raise SignInRefused("That took too long, or was done in another window. Try again.")
     return decode_bytes(given["bytes"])
+
+
+def keep_half(request: HttpRequest, user: User) -> None:
+    """Remember for ``challenge_s`` whose password was right, until the code of the app follows. It signs nobody in."""
+    request.session[HALF] = {"user": user.pk, "at": int(clock.unix_s())}
+    if not request.user.is_authenticated:
+        request.session.set_expiry(limits().governance.challenge_s)
+
+
+def read_half(request: HttpRequest) -> int | None:
+    """Return the id of the person whose code is awaited; None when there is none, or it took too long."""
+    half = request.session.get(HALF)
+    if not isinstance(half, dict) or clock.unix_s() - half["at"] > limits().governance.challenge_s:
+        return None
+    return int(half["user"])
+
+
+def drop_half(request: HttpRequest) -> None:
+    request.session.pop(HALF, None)
 
 
 def list_sessions(request: HttpRequest) -> list[SessionView]:

@@ -8,18 +8,39 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from django import forms
+from django.contrib.auth import get_user_model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.shortcuts import render
 from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
+from django.utils.translation import gettext_lazy
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from core.limits import limits
 from governance.errors import SignInRefused
-from governance.keys import list_passkey_ids
+from governance.keys import has_passkeys, list_passkey_ids
 from governance.passkeys import PasskeysUnavailable, ask_for_new, ask_who, read_site, verify_new
-from governance.people import Assurance, accept_invitation, find_invitation, sign_in_by_passkey, sign_in_by_password
-from governance.signin import close_session, give_challenge, may_act, open_session, read_assurance, take_challenge
+from governance.passwords import REFUSAL
+from governance.people import (
+    Assurance,
+    accept_invitation,
+    find_invitation,
+    needs_code,
+    sign_in_by_code,
+    sign_in_by_passkey,
+    sign_in_by_password,
+)
+from governance.signin import (
+    close_session,
+    drop_half,
+    give_challenge,
+    keep_half,
+    may_act,
+    open_session,
+    read_assurance,
+    read_half,
+    take_challenge,
+)
 from governance.web.pages import read_object, script_answer, with_strict_policy
 
 if TYPE_CHECKING:
@@ -29,37 +50,84 @@ SIGN_IN = "sign-in"
 
 
 class PasswordForm(forms.Form):
-    """Name, password, and the code of an authenticator app for those who set one up."""
+    """The first step; the second is for those who set an authenticator app up."""
 
-    name = forms.CharField(label="Username", max_length=150, widget=forms.TextInput({"autocomplete": "username"}))
+    name = forms.CharField(label=gettext_lazy("Username"), max_length=150, widget=forms.TextInput({"autocomplete": "username"}))
     password = forms.CharField(
-        label="Password", max_length=256, strip=False, widget=forms.PasswordInput({"autocomplete": "current-password"})
+        label=gettext_lazy("Password"),
+        max_length=256,
+        strip=False,
+        widget=forms.PasswordInput({"autocomplete": "current-password"}),
     )
+
+
+class CodeForm(forms.Form):
+    """One code of an authenticator app."""
+
     code = forms.CharField(
-        label="Code of your authenticator app",
-        help_text="Only if you have set one up.",
+        label=gettext_lazy("Code of your authenticator app"),
         max_length=10,
-        required=False,
-        widget=forms.TextInput({"autocomplete": "one-time-code", "inputmode": "numeric"}),
+        widget=forms.TextInput({"autocomplete": "one-time-code", "inputmode": "numeric", "autofocus": True}),
     )
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
 @with_strict_policy
 def show_login(request: HttpRequest) -> HttpResponse:
-    """Offer the passkey first and the password below it; a POST is name and password."""
+    """Ask for name and password, and offer a passkey below; then for the code of who has an authenticator app."""
+    if request.method == "POST" and "code" in request.POST:
+        return _take_code(request)
     form = PasswordForm(request.POST if request.method == "POST" else None)
     if request.method == "POST" and form.is_valid():
         try:
-            user, assurance = sign_in_by_password(request, **form.cleaned_data, address=request.META.get("REMOTE_ADDR", ""))
+            user = sign_in_by_password(request, **form.cleaned_data, address=_read_address(request))
         except SignInRefused as refusal:
             form.add_error(None, refusal.message)
         else:
-            open_session(request, user, assurance=assurance)
+            if needs_code(user):
+                keep_half(request, user)
+                return _show_step(request, CodeForm())
+            open_session(request, user, assurance=Assurance.PASSWORD)
             return HttpResponseRedirect(find_next(request, user))
-    status = HTTPStatus.FORBIDDEN if form.errors else HTTPStatus.OK
-    page = {"form": form, "next": read_next(request), **describe_site(), **describe_session(request)}
-    return render(request, "signin/login.html", page, status=status)
+    drop_half(request)
+    return _show_step(request, form)
+
+
+def _take_code(request: HttpRequest) -> HttpResponse:
+    """Sign in whose password was right a moment ago, by the code; without such a person begin again."""
+    form, user_id = CodeForm(request.POST), read_half(request)
+    user = get_user_model().objects.filter(pk=user_id).first() if user_id is not None else None
+    if user is None:
+        first = PasswordForm({})
+        first.errors.clear()
+        first.add_error(None, REFUSAL)
+        return _show_step(request, first)
+    if form.is_valid():
+        try:
+            sign_in_by_code(user, code=form.cleaned_data["code"], address=_read_address(request))
+        except SignInRefused as refusal:
+            form.add_error(None, refusal.message)
+        else:
+            wanted = find_next(request, user)
+            open_session(request, user, assurance=Assurance.TOTP)
+            return HttpResponseRedirect(wanted)
+    return _show_step(request, form)
+
+
+def _show_step(request: HttpRequest, form: forms.Form) -> HttpResponse:
+    page = {
+        "form": form,
+        "is_code_step": isinstance(form, CodeForm),
+        "offers_passkey": has_passkeys(),
+        "next": read_next(request),
+        **describe_site(),
+        **describe_session(request),
+    }
+    return render(request, "signin/login.html", page, status=HTTPStatus.FORBIDDEN if form.errors else HTTPStatus.OK)
+
+
+def _read_address(request: HttpRequest) -> str:
+    return str(request.META.get("REMOTE_ADDR", ""))
 
 
 @require_POST

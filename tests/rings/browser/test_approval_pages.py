@@ -149,6 +149,7 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
     ana.page.get_by_role("button", name="Show the token").click()
     expect(ana.page.locator("#secret")).to_have_text(re.compile("^msa_"))
     ben.open("/sign-in/keys")
+    ben.page.get_by_label("You: ben").click()
     press(ben.page, "Sign out", exact=True)
     press(ben.page, "Sign in with a passkey")
     ben.page.wait_for_url(lambda url: "/sign-in/" not in url)

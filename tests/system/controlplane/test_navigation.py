@@ -16,6 +16,7 @@ from django.urls import resolve, reverse
 from controlplane.navigation import ENTRIES, Tab
 from core.models import User
 from governance.operations.queries import count_waiting_for
+from governance.web.pages import STRICT_POLICY
 from tests.fakes.governed_team import make_governed, propose_token
 from tests.fakes.nodes import make_node
 
@@ -95,3 +96,16 @@ def test_what_stands_around_a_page_takes_few_queries_however_much_waits(rf: Requ
             page = render_to_string("admin/base_site.html", {"title": "A page"}, request)
         assert f'<span class="mst-count">{count_waiting_for(team[1].user)}<' in page
         assert len(queries) <= SHELL_QUERIES, [query["sql"] for query in queries]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/admin/nothing/", 404), ("/approvals/nothing", 404), ("/admin/nodes/node/", 403), ("/admin/auth/group/?id__in=x", 403)],
+)
+def test_an_error_page_keeps_the_navigation(path: str, status: int) -> None:
+    response = sign_in("eve", is_staff=True).get(path, headers={"accept": "text/html"})
+    page = response.content.decode()
+    assert response.status_code == status
+    assert [text for text, _ in read_links(page, 'id="sidebar"')] == ["Overview", "Approvals"]
+    assert len(re.findall("<h1[ >]", page)) == 1
+    assert response["Content-Security-Policy"] == STRICT_POLICY

@@ -407,8 +407,8 @@ async def test_a_stream_fills_silence_and_ends_with_its_token(team: Team, client
         assert {chunk async for chunk in chunks} <= {b": still here\n\n"}
 
 
-PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-PAGE_POLICY += "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
+PAGE_POLICY += "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 
 
 def page_of(operation: Operation, name: str = "operation") -> str:

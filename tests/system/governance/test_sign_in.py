@@ -91,8 +91,10 @@ def by_passkey(device: Device, *, client: Client | None = None) -> tuple[Client,
     return client, client.post("/sign-in/passkey", {"credential": device.answer(options)}, content_type=JSON)
 
 
-def by_password(client: Client, *, password: str = PASSWORD, name: str = "ada", **more: str) -> Any:
-    return client.post("/sign-in/", {"name": name, "password": password, **more})
+def by_password(client: Client, *, password: str = PASSWORD, name: str = "ada", code: str = "", **more: str) -> Any:
+    """Sign in by name and password, and with a code by the second step; the last response."""
+    response = client.post("/sign-in/", {"name": name, "password": password, **more})
+    return client.post("/sign-in/", {"code": code, **more}) if code else response
 
 
 def is_signed_in(client: Client) -> bool:
@@ -318,7 +320,9 @@ def test_an_app_is_set_up_by_a_right_code_and_asked_for_from_then_on(ada: User) 
     assert client.post("/sign-in/totp", {"code": "000 00x"}).status_code == 200
     assert OneTimePassword.objects.get().confirmed_at is None
     assert client.post("/sign-in/totp", {"code": pyotp.TOTP(secret).now()}).status_code == 302
-    assert by_password(Client()).status_code == 403
+    half = Client()
+    assert 'name="code"' in by_password(half).content.decode()
+    assert not is_signed_in(half)
     later = pyotp.TOTP(secret).at(timezone.now() + timedelta(seconds=30))
     fresh = Client()
     assert by_password(fresh, code=later).status_code == 302
@@ -423,7 +427,7 @@ def test_what_was_typed_at_sign_in_stands_in_no_table_and_no_log(ada: User, capl
     for n in range(NAME_PACE.free + 2):
         by_password(Client(), name="typed-as-a-name", password="typed-as-a-password", code="typed-code")
         by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), name="ada", password="typed-as-a-password")
-    assert by_password(Client(REMOTE_ADDR="192.0.2.1"), code="typed-code").status_code == 302
+    assert by_password(Client(REMOTE_ADDR="192.0.2.1")).status_code == 302
     secret, link = set_app_up(ada), invitation_of(ada).rpartition("/")[2]
     events = str(list(AuditEvent.objects.values_list("actor", "target", "detail")))
     assert not [word for word in (secret, link) if word in events]
@@ -596,7 +600,31 @@ def test_what_each_way_of_coming_in_may_do_in_each_state_of_the_policy(settings:
         assert sorted(done) == sorted(allowed[STATES.index(state)].split()), kind
 
 
+def test_a_passkey_is_offered_once_somebody_has_one(ada: User) -> None:
+    assert "Use a passkey" not in Client().get("/sign-in/").content.decode()
+    enrolled(ada, Device())
+    assert "Use a passkey" in Client().get("/sign-in/").content.decode()
+    ApproverKey.objects.update(revoked_at=timezone.now())
+    assert "Use a passkey" not in Client().get("/sign-in/").content.decode()
+
+
+def test_a_right_password_waits_for_its_code_for_a_few_minutes_and_in_one_browser(ada: User) -> None:
+    secret, client = set_app_up(ada), Client()
+    by_password(client)
+    assert client.post("/sign-in/", {"code": "000000"}).status_code == 403
+    assert Client().post("/sign-in/", {"code": pyotp.TOTP(secret).now()}).status_code == 403
+    session = client.session
+    session["muster_half"] = {
+        **session["muster_half"],
+        "at": session["muster_half"]["at"] - limits().governance.challenge_s - 1,
+    }
+    session.save()
+    assert client.post("/sign-in/", {"code": pyotp.TOTP(secret).now()}).status_code == 403
+    assert by_password(client, code=pyotp.TOTP(secret).now()).status_code == 302
+
+
 def test_passkeys_are_explained_where_no_browser_makes_them(ada: User, settings: LazySettings) -> None:
+    enrolled(ada, Device())
     for url, said in (("http://10.0.0.7:8000", "host name"), ("http://[::1]", "host name"), ("http://muster.lan", "HTTPS")):
         settings.PUBLIC_URL = url
         assert said in Client().get("/sign-in/").content.decode()
