@@ -61,6 +61,7 @@ def test_of_an_exception_its_kind_and_place_are_told_and_never_its_words(ring: L
         "eyJhbGciOiJFZERTQSJ9.eyJzdWIiOiJub2RlIn0.c2lnbmF0dXJl",
         "the key of the owner",
     ],
+    ids=["credential", "hub", "openai", "jwt", "owner"],
 )
 def test_what_looks_like_a_credential_is_cut_out_also_where_the_line_is_cut(secret: str) -> None:
     set_runner_limits(connection={"log_line_chars": 60})
