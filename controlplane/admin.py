@@ -6,16 +6,19 @@ from http import HTTPStatus
 from typing import Any
 
 from django import forms
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.utils import unquote
 from django.contrib.auth.admin import GroupAdmin as DjangoGroupAdmin
 from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
 from django.contrib.auth.models import Group
 from django.core.exceptions import PermissionDenied
 from django.db import transaction
+from django.db.models import Count, Q, QuerySet
 from django.forms import ModelForm
-from django.http import Http404, HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 from django.views.decorators.cache import never_cache
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
@@ -27,13 +30,15 @@ from governance.keys import list_keys
 from governance.people import create_invitation, make_invitation_url
 from governance.signin import may_act
 
-INVITATION_MEANING = (
+INVITATION_MEANING = gettext_lazy(
     "The person opens a link once, makes a passkey and is signed in. Earlier links of the person end. Who has lost every "
     "passkey comes back this way too; the new one approves only once a version of the policy names it."
 )
 RIGHTS = ("is_staff", "is_superuser", "groups", "user_permissions")
-PASSKEY_ALONE_MEANING = "Disabled: the person signs in with a passkey alone, which an invitation lets them make."
-INVITATION_USAGE = "Hand this link to the person yourself. It works once, for 72 hours."
+PASSKEY_ALONE_MEANING = gettext_lazy(
+    "Disabled: the person signs in with a passkey alone. The next page makes the invitation that lets them make one."
+)
+INVITATION_USAGE = gettext_lazy("Hand this link to the person yourself. It works once, for 72 hours.")
 
 
 class OperatorCreationForm(UserCreationForm):  # type: ignore[misc]  # Unfold ships no types
@@ -42,8 +47,10 @@ class OperatorCreationForm(UserCreationForm):  # type: ignore[misc]  # Unfold sh
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: Django's form arguments
         super().__init__(*args, **kwargs)
         field = self.fields["usable_password"]
-        field.label, field.help_text = "Sign in with a password", PASSKEY_ALONE_MEANING
-        self.fields["username"].help_text = "At most 150 letters, digits and @ . + - _; it cannot be changed later."
+        field.label, field.help_text = gettext_lazy("Sign in with a password"), PASSKEY_ALONE_MEANING
+        field.initial = "false"
+        name_help = gettext_lazy("At most 150 letters, digits and @ . + - _. It cannot be changed later.")
+        self.fields["username"].help_text = name_help
 
 
 @admin.register(User)
@@ -57,27 +64,36 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
         (
             None,
             {
-                "description": "The page that follows gives the person rights and makes an invitation.",
+                "description": gettext_lazy("The page of the person gives rights. An invitation lets the person sign in."),
                 "fields": ("username", "usable_password", "password1", "password2"),
             },
         ),
     )
     change_password_form = AdminPasswordChangeForm
-    list_display = ("username", "email", "show_state", "show_role", "last_login")
+    list_display = ("username", "email", "show_state", "show_role", "show_passkeys", "last_login")
     readonly_fields = ("last_login", "date_joined")
     actions = None
     change_form_outer_before_template = "admin/muster/row_changes.html"
 
-    @column("State", ordering="is_active", label={"active": "success", "off": "default"})
-    def show_state(self, person: User) -> str:
-        return "active" if person.is_active else "off"
+    def get_queryset(self, request: HttpRequest) -> QuerySet[User]:
+        passkeys = Count("approver_keys", filter=Q(approver_keys__revoked_at__isnull=True))
+        queryset: QuerySet[User] = super().get_queryset(request).annotate(passkeys=passkeys)
+        return queryset
 
-    @column("Role")
+    @column(gettext_lazy("State"), ordering="is_active", label={"active": "success", "disabled": "default"})
+    def show_state(self, person: User) -> tuple[str, str]:
+        return ("active", _("active")) if person.is_active else ("disabled", _("disabled"))
+
+    @column(gettext_lazy("Role"))
     def show_role(self, person: User) -> str:
         """Return what the person may do, in words."""
         if person.is_superuser:
-            return "administrator"
-        return "operator, as permitted" if person.is_staff else "requests and approves only"
+            return _("administrator")
+        return _("operator, as permitted") if person.is_staff else _("proposes and approves only")
+
+    @column(gettext_lazy("Passkeys and key files"), ordering="passkeys")
+    def show_passkeys(self, person: User) -> str:
+        return str(getattr(person, "passkeys", 0)) if getattr(person, "passkeys", 0) else _("none yet")
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         # A session that may only look is offered no form.
@@ -109,7 +125,7 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
         extra_context: dict[str, Any] | None = None,  # Any: Django's template context
     ) -> HttpResponse:
         url = reverse("admin:controlplane_user_invite", args=[object_id])
-        links = [ChangeLink("Invite", url, is_danger=False)] if self.has_change_permission(request) else []
+        links = [ChangeLink(gettext_lazy("Invite"), url, is_danger=False)] if self.has_change_permission(request) else []
         return super().change_view(request, object_id, form_url, {**(extra_context or {}), "row_changes": links})
 
     def invite_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
@@ -126,15 +142,23 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
         back_url = reverse("admin:controlplane_user_change", args=[person.pk])
         if request.method == "POST" and form.is_valid():
             try:
-                _, text = create_invitation(user=person, actor=name_actor(request))
+                _invitation, text = create_invitation(user=person, actor=name_actor(request))
             except GovernanceError as refusal:
                 form.add_error(None, refusal.message)
             else:
-                page = {"title": f"Invitation of {person}", "secret": make_invitation_url(text), "usage": INVITATION_USAGE}
+                page = {
+                    "title": _("Invitation of %(person)s") % {"person": person},
+                    "secret": make_invitation_url(text),
+                    "usage": INVITATION_USAGE,
+                }
                 response = self.render_page(request, "admin/muster/secret.html", {**page, "back_url": back_url})
                 response["Cache-Control"] = "no-store"
                 return response
-        question = {"title": f"Invite {person}?", "explanation": INVITATION_MEANING, "button": "Make a link"}
+        question = {
+            "title": _("Invite %(person)s?") % {"person": person},
+            "explanation": INVITATION_MEANING,
+            "button": _("Make a link"),
+        }
         return self.render_page(request, "admin/muster/confirm.html", {**question, "form": form, "back_url": back_url})
 
     def user_change_password(self, request: HttpRequest, id: str, form_url: str = "") -> HttpResponse:  # noqa: A002  # Django's name
@@ -146,6 +170,13 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
                 detail = {"fields": ["password"]}
                 record_event(actor=name_actor(request), action="operator.change", target=person.username, detail=detail)
         return response
+
+    def response_add(self, request: HttpRequest, obj: User, post_url_continue: str | None = None) -> HttpResponse:
+        """Lead to the invitation of a person who has no other way in, else to the person's page."""
+        if obj.has_usable_password():
+            return super().response_add(request, obj, post_url_continue)
+        messages.success(request, _("Created %(row)s.") % {"row": obj})
+        return HttpResponseRedirect(reverse("admin:controlplane_user_invite", args=[obj.pk]))
 
     def save_model(self, request: HttpRequest, obj: User, form: ModelForm[User], change: bool) -> None:
         super().save_model(request, obj, form, change)

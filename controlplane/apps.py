@@ -13,9 +13,11 @@ from django.contrib.auth.decorators import login_not_required
 from django.core.checks import WARNING, CheckMessage, Error, register
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.urls import reverse
+from django.urls import URLPattern, URLResolver, path, reverse
 from django.utils.decorators import method_decorator
 from django.utils.http import urlencode
+from django.utils.translation import gettext as _
+from django.views.decorators.http import require_POST
 from unfold.sites import UnfoldAdminSite
 
 
@@ -28,13 +30,37 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
 
     def index(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
         # It reaches models: not there yet when apps are loaded.
-        from controlplane.overview import RANGES, read_overview, read_traffic
+        from controlplane.overview import RANGES, choose_range, list_seen, read_board, read_checklist, read_overview
+        from core.models import User
+        from governance.operations.queries import list_waiting_for
 
-        ranges = [(name, title) for name, (title, _) in RANGES.items()]
-        traffic = read_traffic(request.GET.get("range", ""))
-        own = {"overview": read_overview(), "traffic": traffic, "ranges": ranges, "range": traffic.range}
+        assert isinstance(request.user, User)  # or nobody would be let in
+        overview, name = read_overview(), choose_range(request.GET.get("range", ""))
+        own = {
+            "title": _("Overview"),
+            "overview": overview,
+            "board": read_board(name),
+            "sees": list_seen(request.user),
+            "waiting": list_waiting_for(request.user),
+            "checklist": read_checklist(request, overview.fleet),
+            "ranges": [(name, title) for name, (title, _span) in RANGES.items()],
+            "range": name,
+        }
         response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
         return response
+
+    def get_urls(self) -> list[URLPattern | URLResolver]:
+        hide = path("checklist/hide/", self.admin_view(require_POST(self.hide_checklist)), name="hide_checklist")
+        return [hide, *super().get_urls()]
+
+    def hide_checklist(self, request: HttpRequest) -> HttpResponse:
+        """Put away the first steps on Overview, for this person alone."""
+        from controlplane.overview import hide_checklist
+        from core.models import User
+
+        assert isinstance(request.user, User)  # or nobody would be let in
+        hide_checklist(request.user)
+        return HttpResponseRedirect(reverse("admin:index"))
 
     def may_act(self, request: HttpRequest) -> bool:
         """Return whether the session may do what its person may; the pages of ``core.admin_pages`` ask."""

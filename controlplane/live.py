@@ -19,7 +19,7 @@ from django.http import HttpRequest
 from django.template.loader import render_to_string
 from django.utils import translation
 
-from controlplane.overview import count_live, read_overview
+from controlplane.overview import read_overview
 from core.hints import HINT_GROUP
 from core.limits import limits
 from core.models import User
@@ -128,8 +128,11 @@ class OverviewConsumer(PushConsumer):
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return how things stand."""
         overview = read_overview()
-        html = render_to_string("admin/muster/overview_live.html", {"overview": overview})
-        return {**count_live(overview), "html": html}, limits().console.push_s
+        parts = {
+            name: render_to_string(f"admin/muster/overview_{name}.html", {"overview": overview})
+            for name in ("problems", "nodes")
+        }
+        return {"counters": overview.live, "parts": parts}, limits().console.push_s
 
 
 class NodePageConsumer(PushConsumer):

@@ -23,8 +23,8 @@ OFFLINE_POLICY = "frame-ancestors 'none'"
 """That page is one file that is also opened from a disk: it brings the rest of its policy itself, with hashes."""
 
 GOVERNED_PATHS = ("/admin/", "/approvals/")
-OPEN_PATHS = ("/admin/login/", "/admin/logout/", "/admin/playground/code")
-"""Posts that change nothing, or only the session: the last writes the form of the playground as programs."""
+OPEN_PATHS = ("/admin/login/", "/admin/logout/", "/admin/checklist/hide/", "/admin/playground/code")
+"""Posts that change nothing, or only the session or what the person is shown: the last writes programs."""
 PROGRAM_PATHS = ("/api/", "/healthz", "/nodes", "/requests")
 """Addresses that programs ask: their texts are English, whatever language a client's library asks for."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})

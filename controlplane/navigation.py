@@ -128,6 +128,8 @@ ENTRIES = (
         Tab(gettext_lazy("Webhooks"), "webhook", "governance.webhookendpoint"),
     )),
     Entry(gettext_lazy("System"), "monitor_heart", (
+        Tab(gettext_lazy("Alerts"), "notifications", "governance.alert"),
+        Tab(gettext_lazy("Silences"), "notifications_off", "governance.alertsilence"),
         Tab(gettext_lazy("Gateways"), "lan", "gateway.gatewayprocess"),
         Tab(gettext_lazy("Audit"), "fact_check", "governance.auditevent"),
     )),

@@ -5,7 +5,7 @@ Sentences are made where they are read, in the language of whoever reads: an ale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -214,6 +214,10 @@ class ProblemWords:
         advice = words.unsaid if words.unsaid and not values.get("detail") else words.advice
         return str(words.what % values), str(advice % values)
 
+    def list_kinds(self) -> Iterable[str]:
+        """Return every kind there is."""
+        return KINDS
+
     def name_kind(self, kind: str) -> str:
         """Return what a kind is called, in a few words."""
         return str(KINDS.get(kind, kind))
@@ -223,7 +227,7 @@ class ProblemWords:
         url = _find_object(alert)
         find_fix = _FIXES.get(alert.kind)
         if find_fix is None:
-            return Links(url, alert.object_name if url else "", url)
+            return Links(url, str(_("Open its page")) if url else "", url)
         fix, fix_url = find_fix(alert)
         return Links(url, str(fix), fix_url)
 

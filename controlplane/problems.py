@@ -161,8 +161,8 @@ def _find_waits(facts: Facts) -> Iterable[Problem]:
 
 
 def _find_unserved(facts: Facts) -> Iterable[Problem]:
-    # While there is no node at all, that is the one problem to be told of.
-    for model, wait in facts.unserved.items() if facts.fleet.nodes else ():
+    # While no node takes work, that is the one problem to be told of.
+    for model, wait in facts.unserved.items() if any(node.takes_work for node in facts.fleet.nodes) else ():
         if wait.is_starting or wait.brief in {"loading", "nodes full"}:
             continue
         asked = facts.slow.allowed.get(model, 0)

@@ -258,8 +258,10 @@ class ShowingAdmin(FindingAdmin):
 
     @column("")
     def show_changes(self, row: Row) -> SafeString:
-        """Return the row's changes as small links. Opening one shows a confirm page."""
+        """Return two of the row's changes as small links, the second of more leads to its page. Opening one shows a page."""
         pairs = [(self._confirm_url(row, c), c.label) for c in self.row_changes if c.is_offered(row)]
+        if len(pairs) > 2:
+            pairs = [pairs[0], (reverse(f"admin:{self._url_name('change')}", args=[row.pk]), _("More"))]
         links = format_html_join(" · ", '<a class="text-primary-600 dark:text-primary-500" href="{}">{}</a>', pairs)
         return format_html('<span class="whitespace-nowrap">{}</span>', links)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any, Self
 
 from django.contrib.auth.models import AbstractUser
+from django.db import models
 
 
 class User(AbstractUser):
     """A person who signs in to the control plane. The name stays once it is given."""
 
     _given_name: str | None = None
+
+    checklist_hidden_at = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="When the person put away the first steps on Overview"
+    )
 
     class Meta(AbstractUser.Meta):
         verbose_name = "operator"

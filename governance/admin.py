@@ -1,33 +1,57 @@
-"""Admin pages of governance: admin tokens and the audit trail."""
+"""Admin pages of governance: admin tokens, webhooks, alerts and the audit trail."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from django import forms
 from django.contrib import admin
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
-from unfold.widgets import UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
+from django.utils import formats
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.text import format_lazy
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
 
 from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
 from governance.admin_tokens import create_admin_token, revoke_admin_token
+from governance.alerts import (
+    SEVERITY_LABELS,
+    count_states,
+    filter_alerts,
+    find_last_look,
+    lift_lasting_silence,
+    lift_silence,
+    silence_alert,
+)
 from governance.audit import check_entry
 from governance.checkpoints import read_status
-from governance.models import AdminToken, AuditEvent, WebhookEndpoint
+from governance.models import AdminToken, Alert, AlertSilence, AuditEvent, WebhookEndpoint
 from governance.notices import add_webhook, remove_webhook
+from governance.registry import AlertFacts, load_words
+from governance.states import Severity
+from wire import clock
 
 
 class AdminTokenForm(forms.Form):
     name = forms.CharField(
-        max_length=limits().governance.token_name_chars, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
+        label=_("Name"),
+        max_length=limits().governance.token_name_chars,
+        widget=UnfoldAdminTextInputWidget,
+        help_text=_("Who or what will use it"),
     )
 
 
 def _revoke(token: AdminToken, actor: str, values: Values) -> str:
     revoke_admin_token(token_id=token.pk, actor=actor)
-    return f"Revoked the admin token {token.name}."
+    return gettext("Revoked the admin token %(name)s.") % {"name": token.name}
 
 
 @admin.register(AdminToken)
@@ -38,17 +62,17 @@ class AdminTokenAdmin(CreatingAdmin):
     search_fields = ("name", "keyid")
     fields = ("name", "show_prefix", "created_at", "last_used_at", "revoked_at")
     readonly_fields = fields
-    empty_words = "Programs send an admin token to use the admin APIs of control plane and gateway."
+    empty_words = _("Programs send an admin token to use the admin APIs of control plane and gateway.")
     create_form = AdminTokenForm
-    create_title = "New admin token"
-    create_explanation = (
+    create_title = _("New admin token")
+    create_explanation = _(
         "It opens the admin APIs of control plane and gateway. It is shown once. Once there is a policy, this needs approval."
     )
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="revoke",
-            label="Revoke",
-            explanation="The token stops working at once, for good. Whatever uses it will be refused.",
+            label=_("Revoke"),
+            explanation=_("The token stops working at once, for good. Whatever uses it will be refused."),
             run=_revoke,
             is_offered=lambda token: token.revoked_at is None,
             is_danger=True,
@@ -57,18 +81,18 @@ class AdminTokenAdmin(CreatingAdmin):
 
     def create(self, actor: str, values: Values) -> Created:
         token, text = create_admin_token(name=values["name"], actor=actor)
-        return Created(row=token, secret=text, usage="Send it as: Authorization: Bearer <token>")
+        return Created(row=token, secret=text, usage=gettext("Programs send it as: Authorization: Bearer <token>"))
 
     def find_offer(self, values: Values) -> Offer:
         return Offer(operation="admin-token-mint", target="control-plane", params={"name": values["name"]})
 
-    @column("Token")
+    @column(_("Token"))
     def show_prefix(self, token: AdminToken) -> str:
         return f"msa_{token.keyid}…"
 
-    @column("State", ordering="revoked_at", label={"active": "success", "revoked": "danger"})
-    def show_state(self, token: AdminToken) -> str:
-        return "active" if token.revoked_at is None else "revoked"
+    @column(_("State"), ordering="revoked_at", label={"active": "success", "revoked": "danger"})
+    def show_state(self, token: AdminToken) -> tuple[str, str]:
+        return ("active", gettext("active")) if token.revoked_at is None else ("revoked", gettext("revoked"))
 
 
 class WebhookForm(forms.Form):
@@ -173,3 +197,251 @@ class AuditEventAdmin(ShowingAdmin):
     @column("Detail")
     def show_detail(self, event: AuditEvent) -> str:
         return ", ".join(f"{key}={value}" for key, value in event.detail.items())[:120]
+
+
+_STATES = {"open": _("Open"), "silenced": _("Silenced"), "ended": _("Ended"), "all": _("All")}
+
+
+class AlertStateFilter(admin.SimpleListFilter):
+    """What is there now, unless another state is asked for."""
+
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:  # Any: Django's signature
+        return list(_STATES.items())
+
+    def choices(self, changelist: Any) -> Iterator[Any]:  # Any: Django's signature
+        """Return the states, the first of them selected when none is asked for."""
+        for state, label in self.lookup_choices:
+            query = changelist.get_query_string({self.parameter_name: state})
+            yield {"selected": (self.value() or "open") == state, "query_string": query, "display": label}
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Alert]) -> QuerySet[Alert]:
+        return filter_alerts(queryset, state=self.value() or "open")
+
+
+class AlertKindFilter(admin.SimpleListFilter):
+    title = _("kind")
+    parameter_name = "kind"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:  # Any: Django's signature
+        words = load_words()
+        return sorted(((kind, words.name_kind(kind)) for kind in words.list_kinds()), key=lambda pair: pair[1])
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Alert]) -> QuerySet[Alert]:
+        return queryset.filter(kind=self.value()) if self.value() else queryset
+
+
+_SILENCES = (
+    ("1", _("1 hour")), ("4", _("4 hours")), ("24", _("1 day")), ("168", _("7 days")), ("720", _("30 days")),
+)  # fmt: skip
+
+
+class SilenceForm(forms.Form):
+    hours = forms.TypedChoiceField(label=_("For"), choices=_SILENCES, coerce=int, initial="4", widget=UnfoldAdminSelectWidget)
+    reason = forms.CharField(
+        label=_("Reason"),
+        max_length=limits().governance.alert_reason_chars,
+        widget=UnfoldAdminTextInputWidget,
+        help_text=format_lazy(
+            _("Others read it here and in the audit log. At most {most} characters."),
+            most=limits().governance.alert_reason_chars,
+        ),
+    )
+    is_lasting = forms.BooleanField(
+        label=_("When it begins anew too"),
+        required=False,
+        widget=UnfoldBooleanSwitchWidget,
+        help_text=_("Also what begins later, of this kind and for the same object, until the silence is over."),
+    )
+
+
+def _silence(alert: Alert, actor: str, values: Values) -> str:
+    until = clock.now() + timedelta(hours=values["hours"])
+    silence_alert(
+        alert_id=alert.pk, until=until, reason=values["reason"], actor=actor, is_lasting=values["is_lasting"] or _is_over(alert)
+    )
+    return gettext("Silenced until %(until)s UTC.") % {"until": _print(until)}
+
+
+def _lift(alert: Alert, actor: str, values: Values) -> str:
+    lift_silence(alert_id=alert.pk, actor=actor)
+    return gettext("The silence is lifted.")
+
+
+def _print(moment: datetime | None) -> str:
+    return formats.date_format(moment, "DATETIME_FORMAT") if moment is not None else ""
+
+
+def _is_over(alert: Alert) -> bool:
+    return alert.ended_at is not None
+
+
+def _is_silenced(alert: Alert) -> bool:
+    return alert.ended_at is None and alert.silenced_until is not None and alert.silenced_until > clock.now()
+
+
+@admin.register(Alert)
+class AlertAdmin(ShowingAdmin):
+    """Problems of the installation: those that are there now, and those that were."""
+
+    list_display = ("show_problem", "show_severity", "show_object", "since", "show_end", "show_fix", "show_changes")
+    list_display_links = ("show_problem",)
+    list_filter = (AlertStateFilter, AlertKindFilter, "severity")
+    search_fields = ("object_name", "kind")
+    fields = (
+        "show_problem", "show_urgency", "show_kind", "show_object", "show_fix", "show_since", "show_seen", "show_ended",
+        "show_silence", "show_told", "show_end_told",
+    )  # fmt: skip
+    readonly_fields = fields
+    list_per_page = 50
+    is_live = True
+    empty_words = _("All clear: nothing of this kind needs attention.")
+    list_before_template = "admin/muster/alerts_before.html"
+
+    class Media:
+        css: ClassVar = {"all": ["muster/alerts.css"]}
+
+    row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="silence",
+            label=_("Silence"),
+            explanation=_("It is hidden from Overview and the bell, and nobody is told of it, until then. This is audited."),
+            run=_silence,
+            form=SilenceForm,
+            is_offered=lambda alert: not _is_silenced(alert),
+        ),
+        RowChange(
+            name="unsilence",
+            label=_("Lift the silence"),
+            explanation=_("It counts again, and people are told of it."),
+            run=_lift,
+            is_offered=_is_silenced,
+        ),
+    )
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Alert | None:
+        """Return the row, which pages then call by what it says."""
+        row: Alert | None = super().get_object(request, object_id, from_field)
+        if row is not None:
+            row.sentence, _advice = load_words().describe(AlertFacts.of(row))
+        return row
+
+    def get_ordering(self, request: HttpRequest) -> Sequence[str]:
+        """Return the order: the most urgent first, and of what is over the latest."""
+        return {"ended": ("-ended_at", "-pk"), "all": ("-since", "-pk")}.get(
+            request.GET.get("state", ""), ("severity", "since", "pk")
+        )
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:  # Any: Django's
+        chosen = request.GET.get("state", "open")
+        counts = count_states()
+        chips = [
+            {"label": label, "url": f"?state={state}", "count": counts.get(state), "is_chosen": state == chosen}
+            for state, label in _STATES.items()
+        ]
+        told = {"not_looked_since": find_last_look(), "chips": chips}
+        return super().changelist_view(request, {**(extra_context or {}), **told})
+
+    @column(_("Severity"), ordering="severity", label={"down": "danger", "impaired": "warning", "notice": "info"})
+    def show_severity(self, alert: Alert) -> tuple[str, str]:
+        severity = Severity(alert.severity)
+        return severity.word, str(SEVERITY_LABELS[severity])
+
+    @column(_("Severity"))
+    def show_urgency(self, alert: Alert) -> str:
+        return str(SEVERITY_LABELS[Severity(alert.severity)])
+
+    @column(_("Since"))
+    def show_since(self, alert: Alert) -> str:
+        return _print(alert.since)
+
+    @column(_("Last seen"))
+    def show_seen(self, alert: Alert) -> str:
+        return _print(alert.seen_at)
+
+    @column(_("Ended"))
+    def show_ended(self, alert: Alert) -> str:
+        return _print(alert.ended_at)
+
+    @column(_("Start told"))
+    def show_told(self, alert: Alert) -> str:
+        return _print(alert.told_at)
+
+    @column(_("End told"))
+    def show_end_told(self, alert: Alert) -> str:
+        return _print(alert.end_told_at)
+
+    @column(_("Problem"))
+    def show_problem(self, alert: Alert) -> SafeString:
+        what, advice = load_words().describe(AlertFacts.of(alert))
+        return format_html('<strong class="mst-alert">{}</strong><span class="mst-advice">{}</span>', what, advice)
+
+    @column(_("Kind"))
+    def show_kind(self, alert: Alert) -> str:
+        return load_words().name_kind(alert.kind)
+
+    @column(_("Object"), ordering="object_name")
+    def show_object(self, alert: Alert) -> SafeString | str:
+        url = load_words().find_links(AlertFacts.of(alert)).object_url
+        return format_html('<a class="mst-link" href="{}">{}</a>', url, alert.object_name) if url else alert.object_name
+
+    @column(_("Until"), ordering="ended_at")
+    def show_end(self, alert: Alert) -> str:
+        if alert.ended_at is not None:
+            return _print(alert.ended_at)
+        if _is_silenced(alert):
+            return gettext("silenced until %(until)s") % {"until": _print(alert.silenced_until)}
+        return gettext("now") if alert.missed_at is None else gettext("just gone")
+
+    @column(_("Silence"))
+    def show_silence(self, alert: Alert) -> str:
+        if alert.silenced_until is None:
+            return ""
+        said = {
+            "until": _print(alert.silenced_until),
+            "by": alert.silenced_by.partition(":")[2],
+            "reason": alert.silence_reason,
+        }
+        return gettext("Until %(until)s UTC, by %(by)s: %(reason)s") % said
+
+    @column(_("Fix"))
+    def show_fix(self, alert: Alert) -> SafeString | str:
+        links = load_words().find_links(AlertFacts.of(alert))
+        is_needed = links.fix_url and alert.ended_at is None
+        return format_html('<a class="mst-link" href="{}">{}</a>', links.fix_url, links.fix) if is_needed else ""
+
+
+def _lift_lasting(silence: AlertSilence, actor: str, values: Values) -> str:
+    lift_lasting_silence(silence_id=silence.pk, actor=actor)
+    return gettext("The silence is lifted.")
+
+
+@admin.register(AlertSilence)
+class AlertSilenceAdmin(ShowingAdmin):
+    """Kinds and objects of which nobody wants to hear for a while."""
+
+    list_display = ("show_kind", "object_name", "until", "by", "reason", "show_changes")
+    fields = ("show_kind", "object_name", "until", "by", "reason")
+    readonly_fields = fields
+    search_fields = ("object_name", "kind", "reason")
+    empty_words = _(
+        "A silence hides alerts of one kind and object for a while, those that begin later too. Make one on an alert."
+    )
+    removed_because = _("It may have ended.")
+    row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="lift",
+            label=_("Lift the silence"),
+            explanation=_("What it hides counts again, and people are told of it."),
+            run=_lift_lasting,
+            removes_row=True,
+        ),
+    )
+
+    @column(_("Kind"), ordering="kind")
+    def show_kind(self, silence: AlertSilence) -> str:
+        return load_words().name_kind(silence.kind)

@@ -16,6 +16,7 @@ from typing import Any
 from django.db import connection, transaction
 from django.db.models import Count, F, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
+from django.utils.translation import gettext_lazy as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -62,6 +63,7 @@ class Problem:
 
 
 Key = tuple[str, str, str]
+SEVERITY_LABELS = {Severity.DOWN: _("down"), Severity.IMPAIRED: _("impaired"), Severity.NOTICE: _("notice")}
 
 
 # The evaluator
@@ -155,10 +157,9 @@ def _tell(now: datetime) -> bool:
     unheard = Q(ended_at__isnull=False) & (Q(told_at=None) | Q(silenced_until__gt=now))
     waits.filter(unheard).update(is_settled=True)
     old_enough = now - timedelta(seconds=bounds.alert_told_after_s)
-    heard = Q(silenced_until=None) | Q(silenced_until__lte=now)
     is_new = Q(ended_at=None, missed_at=None, told_at=None, started_at__lte=old_enough)
     is_over = Q(ended_at__isnull=False)
-    untold = list(waits.filter(heard & (is_new | is_over)).order_by("severity", "since", "pk"))
+    untold = list(waits.filter(_heard(now) & (is_new | is_over)).order_by("severity", "since", "pk"))
     if not untold:
         return False
     lately = now - timedelta(seconds=bounds.alert_storm_s)
@@ -220,7 +221,7 @@ def silence_alert(*, alert_id: int, until: datetime, reason: str, actor: str, is
     open_rows = Alert.objects.filter(pk=row.pk, ended_at=None) if not is_lasting else _open_like(row)
     open_rows.update(silenced_until=until, silenced_by=actor, silence_reason=cleaned)
     detail = {"alert": row.pk, "until": int(until.timestamp()), "reason": cleaned, "lasting": is_lasting}
-    record_event(actor=actor, action="alert.silence", target=str(row)[:200], detail=detail)
+    record_event(actor=actor, action="alert.silence", target=f"{row.kind} {row.object_name}"[:200], detail=detail)
     publish_hint("alerts")
     row.refresh_from_db()
     return row
@@ -239,7 +240,9 @@ def lift_silence(*, alert_id: int, actor: str) -> Alert:
     of_rows = _open_like(row).filter(silenced_until__gt=clock.now())
     lifted = of_rows.update(silenced_until=None, silenced_by="", silence_reason="")
     if lasting or lifted:
-        record_event(actor=actor, action="alert.unsilence", target=str(row)[:200], detail={"alert": row.pk})
+        record_event(
+            actor=actor, action="alert.unsilence", target=f"{row.kind} {row.object_name}"[:200], detail={"alert": row.pk}
+        )
         publish_hint("alerts")
     row.refresh_from_db()
     return row
@@ -348,6 +351,26 @@ def show_alert(row: Alert, words: AlertWords, *, beyond: int = 0) -> ShownAlert:
     )
 
 
+def filter_alerts(rows: QuerySet[Alert], *, state: str) -> QuerySet[Alert]:
+    """Return those that are ``open`` (not silenced), ``silenced`` or ``ended``; any other word: all."""
+    now = clock.now()
+    match state:
+        case "open":
+            return rows.filter(_heard(now), ended_at=None)
+        case "silenced":
+            return rows.filter(ended_at=None, silenced_until__gt=now)
+        case "ended":
+            return rows.filter(ended_at__isnull=False)
+    return rows
+
+
+def count_states() -> dict[str, int]:
+    """Return how many alerts are ``open`` and how many ``silenced``; one query."""
+    silenced = Count("pk", filter=Q(silenced_until__gt=clock.now()))
+    counts = Alert.objects.filter(ended_at=None).aggregate(all=Count("pk"), silenced=silenced)
+    return {"open": counts["all"] - counts["silenced"], "silenced": counts["silenced"]}
+
+
 def find_last_look() -> datetime | None:
     """Return when the evaluator last looked, if that was too long ago; None when all is well, or before the first look."""
     last = AlertLook.objects.filter(pk=1).values_list("at", flat=True).first()
@@ -363,5 +386,8 @@ def count_by_kind() -> dict[tuple[str, str], int]:
 
 def _list_unsilenced() -> QuerySet[Alert]:
     # What the last look did not see is not shown, although it has not ended yet.
-    is_heard = Q(silenced_until=None) | Q(silenced_until__lte=clock.now())
-    return Alert.objects.filter(is_heard, ended_at=None, missed_at=None)
+    return Alert.objects.filter(_heard(clock.now()), ended_at=None, missed_at=None)
+
+
+def _heard(now: datetime) -> Q:
+    return Q(silenced_until=None) | Q(silenced_until__lte=now)

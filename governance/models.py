@@ -424,8 +424,11 @@ class Alert(models.Model):
             models.Index(fields=["-ended_at"], name="alert_by_end"),
         ]
 
+    sentence: str = ""
+    """What a page calls it, where there is one."""
+
     def __str__(self) -> str:
-        return f"{self.kind} {self.object_name}".strip()
+        return self.sentence or f"{self.kind} {self.object_name}".strip()
 
 
 class AlertSilence(models.Model):

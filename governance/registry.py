@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, Self, cast, runtime_checkable
@@ -282,6 +282,9 @@ class AlertWords(Protocol):
 
     def describe(self, alert: AlertFacts) -> tuple[str, str]:
         """Return what was seen and what to do, in the language that is active."""
+
+    def list_kinds(self) -> Iterable[str]:
+        """Return every kind there is."""
 
     def name_kind(self, kind: str) -> str:
         """Return what a kind is called, in a few words."""

@@ -143,6 +143,9 @@ async def try_key(request: HttpRequest) -> HttpResponse:
     question = {"model": model, "max_tokens": 32, "messages": [{"role": "user", "content": _TRIAL}]}
     try:
         may_see = await database_sync_to_async(_require_maker, thread_sensitive=False)(request)
+    except PlaygroundError as refusal:
+        return refuse(refusal)
+    try:
         if parse_keyid(key, CredentialKind.CLIENT) is None:
             raise AskRefused("This is no API key; one looks like mst_….", param="key")
         began = clock.monotonic()

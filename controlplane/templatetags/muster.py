@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from django import template
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+
+from wire import clock
 
 register = template.Library()
 
@@ -47,6 +51,12 @@ def memory(mb: int | None) -> str:
     if mb is None:
         return "–"
     return f"{mb / 1024:.1f} GiB" if mb >= 1024 else f"{mb} MiB"
+
+
+@register.filter
+def time_left(moment: datetime) -> str:
+    """Return how long it is until a moment, in its largest fitting unit."""
+    return print_duration(max(0.0, (moment - clock.now()).total_seconds()))
 
 
 @register.filter

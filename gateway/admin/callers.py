@@ -482,7 +482,9 @@ class ApiKeyAdmin(CreatingAdmin):
 
     @column(gettext_lazy("Name"), ordering="name")
     def show_name(self, key: ApiKey) -> SafeString:
-        return format_html('<span class="mst-pair"><span>{}</span><small>{}…</small></span>', key.name, key.prefix)
+        return format_html(
+            '<span class="mst-pair"><span>{}</span><small class="mst-whole">{}…</small></span>', key.name, key.prefix
+        )
 
     @column(gettext_lazy("Key"))
     def show_prefix(self, key: ApiKey) -> str:

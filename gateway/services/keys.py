@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from django.db import transaction
+from django.db.models import Q
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -210,6 +211,12 @@ def is_key_usable(key_id: uuid.UUID) -> bool:
     if key is None or key.revoked_at is not None or not key.tenant.is_active:
         return False
     return key.expires_at is None or clock.now() < key.expires_at
+
+
+def has_own_key() -> bool:
+    """Return whether there is a usable key that people made for an application: none of the quick start or a playground."""
+    ready_made = Q(name="demo") | Q(name__startswith="playground: ")
+    return ApiKey.objects.filter(revoked_at=None).exclude(ready_made).exists()
 
 
 def list_api_keys() -> list[ApiKey]:

@@ -8,7 +8,7 @@ the minute in which it ended. Quantiles are read from sketches (``nodes.services
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -267,6 +267,11 @@ def read_counted_until() -> datetime | None:
     return UsageDelivery.objects.filter(pk=_MARK).values_list("due_at", flat=True).first()
 
 
+def has_counted_any() -> bool:
+    """Return whether there was ever a request that ended."""
+    return RequestDay.objects.filter(dimension=Dimension.ALL.value).exists()
+
+
 @dataclass(frozen=True, slots=True)
 class Sums:
     """What requests came to. Quantiles are those of the metric that was asked for, in ms; None where there is none."""
@@ -289,6 +294,10 @@ class Sums:
     @property
     def requests(self) -> int:
         return self.served + self.refused + self.failed + self.cancelled
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
     @property
     def failed_percent(self) -> float:
@@ -348,6 +357,40 @@ SELECT slot, min(bucket) FILTER (WHERE below >= 0.5 * n) AS p50, min(bucket) FIL
   FROM ranked GROUP BY slot
 )
 SELECT sums.*, p50, p95 FROM sums LEFT JOIN quantiles USING (slot)
+"""  # noqa: S608  # constants
+# Two marks that no row has: a slot for the sums of all, and one for those of the time before.
+_BEFORE = _ORIGIN - _DAY
+_QUANTILES = {
+    f"{metric}_{name}": f"min(bucket) FILTER (WHERE metric = '{metric}' AND below >= {share} * n) AS {metric}_{name}"
+    for metric in Metric
+    for name, share in (("p50", 0.5), ("p95", 0.95))
+}
+_COMPARED = f"""
+WITH rows AS MATERIALIZED (
+SELECT date_bin(%(step)s, at, %(origin)s) AS slot, {{columns}} FROM {{table}}
+ WHERE dimension = {Dimension.ALL:d} AND name = ''
+   AND at = ANY(ARRAY(SELECT generate_series(%(begins_at)s::timestamptz, %(ends_at)s::timestamptz, %(own_step)s::interval)))
+ UNION ALL
+SELECT %(before)s, {{columns}} FROM {{before}}
+ WHERE dimension = {Dimension.ALL:d} AND name = '' AND at >= %(before_begins_at)s AND at < %(before_ends_at)s
+), sums AS (
+SELECT slot, {_SUMS} FROM rows GROUP BY slot
+), each AS (
+SELECT slot, metric, v & 1023 AS bucket, sum((v >> 10)::float8) AS n
+  FROM rows CROSS JOIN LATERAL (VALUES {{sketches}}) AS s (metric, sketch) CROSS JOIN LATERAL unnest(sketch) AS v
+ GROUP BY slot, metric, v & 1023
+), buckets AS (
+SELECT slot, metric, bucket, n FROM each
+ UNION ALL
+SELECT %(origin)s, metric, bucket, sum(n) FROM each WHERE slot <> %(before)s GROUP BY metric, bucket
+), ranked AS (
+SELECT slot, metric, bucket, sum(n) OVER (PARTITION BY slot, metric ORDER BY bucket) AS below,
+       sum(n) OVER (PARTITION BY slot, metric) AS n
+  FROM buckets
+), quantiles AS (
+SELECT slot, {{quantiles}} FROM ranked GROUP BY slot
+)
+SELECT quantiles.*, sums.* FROM sums FULL JOIN quantiles USING (slot)
 """  # noqa: S608  # constants
 _TOP = f"""
 SELECT name, {_SUMS} FROM {{table}} WHERE dimension = %(dimension)s AND at >= %(begins_at)s
@@ -461,6 +504,86 @@ def read_series(
         cursor.execute(text, values)
         found = {slot: _read_sums(*row) for slot, *row in cursor.fetchall()}
     return Series(step, tuple((at, found.get(at, Sums())) for at in times), found.get(_ORIGIN, Sums()))
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Median and 95th percentile, in ms; None where there is nothing to measure."""
+
+    p50_ms: float | None = None
+    p95_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How all requests went over time, and in the time before: everything that one page shows of them.
+
+    ``before``: the sums of a time as long, which ends with the step of the table it is read from that ``points`` begin in.
+    ``quantiles``: by metric, of each point; ``of_all`` and ``of_before``: by metric.
+    """
+
+    step: timedelta
+    points: tuple[tuple[datetime, Sums], ...]
+    quantiles: Mapping[Metric, tuple[Quantiles, ...]]
+    total: Sums
+    of_all: Mapping[Metric, Quantiles]
+    before: Sums
+    of_before: Mapping[Metric, Quantiles]
+
+
+def read_comparison(span: timedelta, metrics: Sequence[Metric]) -> Comparison:
+    """Return how all requests went within a span until now, with the span before; one query."""
+    level, step = _choose_steps(span, Dimension.ALL)
+    past = _choose_table(span, Dimension.ALL)
+    last = _align(clock.now(), step)
+    times = [last - step * back for back in reversed(range(max(1, math.ceil(span / step))))]
+    past_ends_at = _align(times[0], past.step)
+    names = [f"{metric}_{name}" for metric in metrics for name in ("p50", "p95")]
+    text = _COMPARED.format(
+        table=level.table,
+        before=past.table,
+        columns=", ".join([*_COUNTS, "queued_most", "running_most", *metrics]),
+        sketches=_each("('?', ?)", metrics),
+        quantiles=", ".join(_QUANTILES[name] for name in names),
+    )
+    values: _Values = {
+        "step": _print_step(step),
+        "own_step": _print_step(level.step),
+        "origin": _ORIGIN,
+        "before": _BEFORE,
+        "begins_at": times[0],
+        "ends_at": last + step - level.step,
+        "before_begins_at": past_ends_at - span,
+        "before_ends_at": past_ends_at,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(text, values)
+        rows = cursor.fetchall()
+    width = len(names) + 1
+    sums = {slot: _read_sums(*rest) for row in rows for slot, *rest in [row[width:]] if slot is not None}
+    found = {row[0]: dict(zip(names, row[1:width], strict=True)) for row in rows if row[0] is not None}
+
+    def read_quantiles(slot: datetime, metric: Metric) -> Quantiles:
+        buckets = (found.get(slot, {}).get(f"{metric}_{name}") for name in ("p50", "p95"))
+        return Quantiles(*(None if one is None else read_bucket(one) for one in buckets))
+
+    points = tuple((at, sums.get(at, Sums())) for at in times)
+    return Comparison(
+        step=step,
+        points=points,
+        quantiles={metric: tuple(read_quantiles(at, metric) for at in times) for metric in metrics},
+        total=_add(sum_ for _, sum_ in points),
+        of_all={metric: read_quantiles(_ORIGIN, metric) for metric in metrics},
+        before=sums.get(_BEFORE, Sums()),
+        of_before={metric: read_quantiles(_BEFORE, metric) for metric in metrics},
+    )
+
+
+def _add(parts: Iterable[Sums]) -> Sums:
+    all_of = tuple(parts)
+    counts = {name: sum(getattr(one, name) for one in all_of) for name in _COUNTS}
+    most = {name: max((getattr(one, name) for one in all_of), default=0) for name in ("queued_most", "running_most")}
+    return Sums(**counts, **most)
 
 
 def read_top(span: timedelta, dimension: Dimension, *, most: int, order: Order = Order.REQUESTS) -> tuple[Named, ...]:

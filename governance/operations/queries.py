@@ -209,11 +209,22 @@ def list_underway(operation: str, *, recent_s: float) -> list[Underway]:
 
 def count_waiting_for(user: User) -> int:
     """Return how many operations wait for this person. One query: every page asks."""
+    return len(_find_waiting_for(user))
+
+
+def list_waiting_for(user: User) -> list[OperationSummary]:
+    """Return the operations that wait for this person, the oldest first."""
+    ids = [operation.pk for operation in _find_waiting_for(user)]
+    return [summarise(row) for row in with_parts(Operation.objects.filter(pk__in=ids)).order_by("requested_at")] if ids else []
+
+
+def _find_waiting_for(user: User) -> list[Operation]:
     name = user.get_username()
     decided = Decision.objects.filter(operation=OuterRef("pk"), person_name=name, withdrawn_at=None)
     pending = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now())
     others = pending.exclude(Exists(decided)).exclude(requested_by=name).select_related("policy", "adopts")
-    return sum(_is_named(operation, name) for operation in others.order_by("-requested_at")[: limits().governance.page_rows])
+    newest = others.order_by("-requested_at")[: limits().governance.page_rows]
+    return [operation for operation in newest if _is_named(operation, name)]
 
 
 def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:

@@ -213,6 +213,7 @@ class NodeHealth:
     drained_at: datetime | None = None
     ejections: tuple[ShownEjection, ...] = ()
     health: Health = Health.HEALTHY
+    unavailable: Unavailable | None = None
 
     @property
     def takes_work(self) -> bool:
@@ -227,6 +228,11 @@ class FleetOverview:
 
     def count_statuses(self) -> Counter[NodeStatus]:
         return Counter(node.status for node in self.nodes)
+
+    @property
+    def ready(self) -> int:
+        """How many of them take work."""
+        return sum(node.takes_work for node in self.nodes)
 
     @property
     def online(self) -> int:
@@ -281,6 +287,7 @@ def _describe_health(node: Node, now: datetime) -> NodeHealth:
         could_take_operations=node.reach == Reach.RELAY and presence.protocol == MUSTER_V1,
         ejections=tuple(list_ejections(presence, now=now)),
         health=availability.health,
+        unavailable=availability.unavailable,
     )
 
 

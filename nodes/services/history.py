@@ -1,4 +1,4 @@
-"""History of GPUs for charts: a sample every 10 seconds for two hours, means of a minute for two days, of ten for 30 days."""
+"""History of GPUs and of the fleet for charts: samples of two hours, means of a minute for two days, of ten for 30 days."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from django.db import connection, transaction
 
@@ -15,6 +15,8 @@ from core.limits import limits
 from nodes.models import GpuMinute, GpuMoment, GpuSample, GpuTenMinutes, read_clock
 
 WIDTH, HEIGHT = 720, 60
+FLEET = uuid.UUID(int=0)
+"""In the place of a GPU: all that were heard together. Load is their mean, temperature the highest, the rest their sum."""
 
 
 class Span(StrEnum):
@@ -72,8 +74,7 @@ INSERT INTO nodes_sweepmark AS m (name, until)
 VALUES ('samples', date_bin(make_interval(secs => %(step)s), statement_timestamp(), '2000-01-01 00:00:00+00'))
     ON CONFLICT (name) DO UPDATE SET until = excluded.until WHERE m.until < excluded.until
 RETURNING until
-)
-INSERT INTO nodes_gpusample (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests, weights_mb, kv_mb)
+), heard AS MATERIALIZED (
 SELECT g.id, turn.until, g.load_percent, g.vram_used_mb, g.temperature_c, g.power_w, g.active_requests, held.weights, held.kv
   FROM turn, nodes_gpu AS g LEFT JOIN nodes_nodepresence AS p USING (node_id)
  CROSS JOIN LATERAL (
@@ -87,6 +88,15 @@ SELECT g.id, turn.until, g.load_percent, g.vram_used_mb, g.temperature_c, g.powe
           AND (r -> 'gpus' @> to_jsonb(g.index) OR (NOT r ? 'gpus' AND NOT EXISTS (
                SELECT FROM nodes_gpu AS o WHERE o.node_id = g.node_id AND o.id <> g.id AND o.gone_at IS NULL)))) AS held
  WHERE g.gone_at IS NULL AND g.last_seen_at > statement_timestamp() - make_interval(secs => %(heard)s)
+), fleet AS (
+INSERT INTO nodes_gpusample (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests, weights_mb, kv_mb)
+SELECT %(fleet)s, min(until), avg(load_percent), sum(vram_used_mb), max(temperature_c), sum(power_w), sum(active_requests),
+       sum(weights), sum(kv)
+  FROM heard HAVING count(*) > 0
+    ON CONFLICT DO NOTHING
+)
+INSERT INTO nodes_gpusample (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests, weights_mb, kv_mb)
+SELECT * FROM heard
     ON CONFLICT DO NOTHING
 """
 _ROLL_UP = """
@@ -109,7 +119,11 @@ INSERT INTO nodes_sweepmark AS m (name, until) SELECT %(name)s, ends_at FROM tur
 
 def sample_gpus() -> int:
     """Write a sample of each GPU that is heard, once in ``history_sample_s``; return how many. Idempotent."""
-    values = {"step": limits().nodes.history_sample_s, "heard": limits().nodes.history_heard_s}
+    values: dict[str, float | uuid.UUID] = {
+        "step": limits().nodes.history_sample_s,
+        "heard": limits().nodes.history_heard_s,
+        "fleet": FLEET,
+    }
     with connection.cursor() as cursor:
         cursor.execute(_SAMPLE, values)
         return int(cursor.rowcount)
@@ -127,6 +141,67 @@ def roll_up_history() -> int:
         level.model._default_manager.filter(at__lt=now - timedelta(seconds=level.kept_s)).delete()[0]  # noqa: SLF001  # as above
         for level in levels
     )
+
+
+_MEMORY = """
+SELECT coalesce(sum(vram_used_mb), 0), coalesce(sum(vram_mb), 0) FROM nodes_gpu
+ WHERE gone_at IS NULL AND vram_mb IS NOT NULL AND last_seen_at > statement_timestamp() - make_interval(secs => %(heard)s)
+"""
+_FLEET = """
+SELECT CASE WHEN at >= %(begins_at)s THEN floor(extract(epoch FROM at - %(begins_at)s) / %(step)s)::int ELSE -1 END AS place,
+       avg(vram_used_mb)
+  FROM {table} WHERE gpu_id = %(fleet)s AND at >= %(before)s GROUP BY place
+"""
+# When a node was heard: from the first moment to the last one, of those that stand between the steps.
+_ONLINE = """
+SELECT GREATEST(0, ceil(extract(epoch FROM began_at - %(begins_at)s) / %(step)s))::int AS first,
+       floor(extract(epoch FROM ended_at - %(begins_at)s) / %(step)s)::int AS last, count(*)
+  FROM nodes_nodeonline WHERE ended_at >= %(begins_at)s GROUP BY 1, 2
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetHistory:
+    """How all GPUs and nodes did over time, one value for each step; None = not known.
+
+    ``used_before``: the mean of ``used_mb`` in the time as long before. ``online``: nodes that were heard as each step began.
+    """
+
+    used_mb: tuple[float | None, ...]
+    used_before: float | None
+    online: tuple[int, ...]
+
+
+def read_fleet_history(begins_at: datetime, *, step: timedelta, points: int) -> FleetHistory:
+    """Return how the fleet did in ``points`` steps; two queries."""
+    before = begins_at - points * step
+    levels, span_s = list(_levels().values()), 2 * points * step.total_seconds()
+    level = next((level for level in levels if span_s <= level.kept_s), levels[-1])
+    values: dict[str, float | uuid.UUID | datetime] = {
+        "begins_at": begins_at,
+        "before": before,
+        "step": step.total_seconds(),
+        "fleet": FLEET,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(_FLEET.format(table=level.model._meta.db_table), values)  # noqa: SLF001  # Django documents it
+        used = dict(cursor.fetchall())
+        cursor.execute(_ONLINE, values)
+        changes = [0] * (points + 1)
+        for first, last, nodes in cursor.fetchall():
+            if first <= min(last, points - 1):
+                changes[first] += nodes
+                changes[min(last, points - 1) + 1] -= nodes
+    return FleetHistory(tuple(used.get(place) for place in range(points)), used.get(-1), tuple(accumulate(changes[:points])))
+
+
+def read_memory() -> tuple[int, int]:
+    """Return how much GPU memory is in use and how much there is, in MiB, of all GPUs that are heard; one query."""
+    values = {"heard": limits().nodes.history_heard_s}
+    with connection.cursor() as cursor:
+        cursor.execute(_MEMORY, values)
+        used, total = cursor.fetchone()
+    return int(used), int(total)
 
 
 def read_history(gpu_id: uuid.UUID, span: Span) -> History:

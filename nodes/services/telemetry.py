@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -76,6 +76,12 @@ def read_telemetry(node_id: uuid.UUID) -> NodeTelemetry | None:
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence")
     node = with_clock(rows).filter(pk=node_id).first()
     return describe_telemetry(node, now=clock_of(node)) if node is not None else None
+
+
+def read_telemetries(node_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, NodeTelemetry]:
+    """Return the telemetry of each of these nodes, by id; one query."""
+    rows = with_clock(Node.objects.filter(pk__in=node_ids).select_related("presence"))
+    return {node.pk: describe_telemetry(node, now=clock_of(node)) for node in rows}
 
 
 def describe_telemetry(node: Node, *, now: datetime) -> NodeTelemetry:

@@ -61,7 +61,7 @@ def test_the_pages_open_and_show_the_node_the_model_and_the_request(fleet: Fleet
     page.get_by_label("Username").fill("admin")
     page.get_by_label("Password").fill(fleet.ready["admin"]["password"])
     page.get_by_role("button", name="Sign in", exact=True).click()
-    expect(page.locator("#overview")).to_contain_text("1 / 1")
+    expect(page.locator("#overview")).to_contain_text("1 of 1")
     page.goto(f"{address}/admin/nodes/node/")
     expect(page.locator("#result_list")).to_contain_text("local")
     page.goto(f"{address}/admin/gateway/requestrecord/")

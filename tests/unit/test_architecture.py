@@ -36,7 +36,7 @@ MAX_MODULE_LINES = 800
 LIMITS = ("conformance/exchange.py", "core/limits.py", "runner/limits.py", "wire/limits.py")
 NUMBERS: dict[str, str] = {
     # Drawing and printing.
-    "controlplane/overview.py": "WIDTH HEIGHT GAP _HOUR",
+    "controlplane/overview.py": "WIDTH HEIGHT _HOUR",
     "gateway/services/rollups.py": "_MARK _MINUTE _HOUR _DAY",
     "controlplane/playground/snippets.py": "WIDTH",
     # Settings that Django and Celery read by their name.

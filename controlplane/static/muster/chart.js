@@ -207,8 +207,8 @@ class MusterChart extends HTMLElement {
         const { lines, unit, step_s: step } = this.#data;
         const read = (name) => getComputedStyle(this).getPropertyValue(name).trim();
         const font = `11px ${getComputedStyle(this).fontFamily}`;
-        const common = { font, stroke: () => read("--mst-plot-text"), ticks: { show: false } };
-        const grid = { stroke: () => read("--mst-plot-grid"), width: 1 };
+        const common = { font, stroke: () => read("--mst-soft"), ticks: { show: false } };
+        const grid = { stroke: () => read("--mst-line"), width: 1 };
         const series = lines.map((line, index) => this.#series(line, index, read));
         return {
             width: area.clientWidth,

@@ -1,21 +1,24 @@
-// Keeps the overview current: its counters, what needs attention, and the nodes.
+// Keeps the overview current: its counters, its parts, and its charts, of which only what changed is sent.
 import { follow, parse, updateChildren } from "./live.js";
 
 const root = document.getElementById("overview");
 
-const show = (pushed) => {
-    for (const element of root.querySelectorAll("[data-live]")) {
-        const value = pushed[element.dataset.live];
-        if (typeof value === "number" && element.textContent !== String(value)) {
-            element.textContent = String(value);
+const show = ({ counters = {}, parts = {}, charts = [] }) => {
+    for (const [name, html] of Object.entries(parts)) {
+        const shown = root.querySelector(`[data-part="${CSS.escape(name)}"]`);
+        if (shown) {
+            updateChildren(shown, parse(html).body);
         }
     }
-    const fresh = parse(pushed.html);
-    for (const element of document.querySelectorAll("[data-part]")) {
-        const part = fresh.querySelector(`[data-part="${element.dataset.part}"]`);
-        if (part) {
-            updateChildren(element, part);
+    for (const [name, value] of Object.entries(counters)) {
+        for (const element of root.querySelectorAll(`[data-live="${CSS.escape(name)}"]`)) {
+            if (element.textContent !== value) {
+                element.textContent = value;
+            }
         }
+    }
+    for (const data of charts) {
+        root.querySelector(`mst-chart[data-name="${CSS.escape(data.name)}"]`)?.show(data);
     }
 };
 

@@ -73,16 +73,16 @@ async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
     page = dial(await database_sync_to_async(sign_in)("ada", is_staff=True))
     connected, _ = await page.connect(timeout=30)
     assert connected
-    assert (await receive(page))["queued"] == 0
+    assert (await receive(page))["counters"]["open"] == "0 running, 0 queued"
     await database_sync_to_async(make_record)(state=RequestState.QUEUED, age_s=9, model="<b>tiny</b>")
     await database_sync_to_async(look_for_problems)()
     layer = get_channel_layer()
     assert layer is not None
     await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "nodes", "ident": ""})
     async with asyncio.timeout(30):
-        while "No node has &lt;b&gt;tiny&lt;/b&gt;." not in (pushed := await receive(page))["html"]:
+        while "No node has &lt;b&gt;tiny&lt;/b&gt;." not in (pushed := await receive(page))["parts"]["problems"]:
             pass  # it looks every few seconds as well, and may have done so before
-    assert pushed["queued"] == 1
+    assert pushed["counters"]["open"] == "0 running, 1 queued"
     await page.disconnect(timeout=30)
 
 

@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 from gateway.models import RequestDay, RequestHour, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery, UsageEvent
 from gateway.services import rollups
 from gateway.services.models import allow_model
-from gateway.services.rollups import Metric, Order, read_series, read_top, roll_up_requests
+from gateway.services.rollups import Metric, Order, Quantiles, read_comparison, read_series, read_top, roll_up_requests
 from gateway.values import Dimension, RequestOutcome, judge_outcome
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_event, make_record
@@ -277,3 +277,28 @@ def test_days_by_name_are_the_first_names_and_the_others_together(known: None) -
     first = rollups.read_first_day()
     assert first is not None
     assert (datetime.now(UTC) - first).days == 8
+
+
+@pytest.mark.parametrize("span", [timedelta(minutes=15), timedelta(hours=6), timedelta(days=1), timedelta(days=7)])
+def test_a_comparison_says_in_one_query_what_series_say_and_how_the_time_before_was(known: None, span: timedelta) -> None:
+    UsageEvent.objects.bulk_create(make_many(400, seed=3))
+    before = 1.5 * span.total_seconds()
+    UsageEvent.objects.bulk_create(make_event(ago_s=before, ttft_ms=40, node_id=NODE) for _ in range(7))
+    roll_up_requests()
+    with CaptureQueriesContext(connection) as queries:
+        found = read_comparison(span, (Metric.TTFT, Metric.QUEUE_TIME))
+    assert len(queries) == 1
+    for metric in (Metric.TTFT, Metric.QUEUE_TIME):
+        series = read_series(span, metric=metric)
+        assert found.step == series.step
+        assert [at for at, _sums in found.points] == [at for at, _sums in series.points]
+        assert [sums.requests for _at, sums in found.points] == [sums.requests for _at, sums in series.points]
+        assert list(found.quantiles[metric]) == [Quantiles(sums.p50_ms, sums.p95_ms) for _at, sums in series.points]
+        assert found.of_all[metric] == Quantiles(series.total.p50_ms, series.total.p95_ms)
+        assert (found.total.requests, found.total.cost_micros) == (series.total.requests, series.total.cost_micros)
+    past_ends_at = found.points[0][0]
+    past = [one for one in UsageEvent.objects.all() if past_ends_at - span <= one.finished_at < past_ends_at]
+    assert found.before.requests >= 7
+    if span <= timedelta(hours=6):  # the time before is read in coarser steps, which end within the first one of this time
+        assert found.before.requests == pytest.approx(len(past), abs=len(past) / 5)
+    assert found.of_before[Metric.TTFT].p50_ms is not None

@@ -7,7 +7,10 @@ from datetime import timedelta
 
 import pytest
 from django.conf import LazySettings
+from django.contrib.auth.models import Permission
 from django.db import connection, connections, transaction
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
 
 from core.models import User
 from governance.alerts import (
@@ -310,3 +313,64 @@ def test_pages_say_since_when_nobody_looked(time: VirtualClock) -> None:
     with pytest.raises(RuntimeError), transaction.atomic():
         look(lambda: (_ for _ in ()).throw(RuntimeError("a case has a defect")))
     assert find_last_look() == looked_at
+
+
+@pytest.fixture
+def boss() -> Client:
+    client = Client()
+    client.force_login(User.objects.create_superuser("boss"))
+    return client
+
+
+LIST = "/admin/governance/alert/"
+
+
+def test_the_page_lists_what_is_open_and_hides_what_is_silenced_or_over(time: VirtualClock, row: Alert, boss: Client) -> None:
+    see(silent(), silent("attic"))
+    over = Alert.objects.get(object_name="attic")
+    last(time, 120, silent())
+    page = boss.get(LIST).content.decode()
+    assert "rig is offline." in page
+    assert "attic is offline." not in page
+    assert "attic is offline." in boss.get(f"{LIST}?state=ended").content.decode()
+    confirm = f"{LIST}{row.pk}/change/silence/"
+    assert "At most 300 characters." in boss.get(confirm).content.decode()
+    assert "This field is required." in boss.post(confirm, {"hours": "4"}).content.decode()
+    answer = boss.post(confirm, {"hours": "4", "reason": "new fans", "is_lasting": "on"}, follow=True).content.decode()
+    assert "by boss: new fans" in answer
+    assert "rig is offline." not in boss.get(LIST).content.decode()
+    assert "rig is offline." in boss.get(f"{LIST}?state=silenced").content.decode()
+    (silence,) = list_silences()
+    silences = boss.get("/admin/governance/alertsilence/").content.decode()
+    assert "new fans" in silences
+    boss.post(f"/admin/governance/alertsilence/{silence.pk}/change/lift/")
+    assert "rig is offline." in boss.get(LIST).content.decode()
+    boss.post(f"{LIST}{over.pk}/change/silence/", {"hours": "4", "reason": "what is over"})
+    assert [one.object_name for one in list_silences()] == ["attic"], "of what is over the next one is silenced"
+
+
+def test_who_may_only_look_silences_nothing(row: Alert) -> None:
+    guest = User.objects.create_user("guest", is_staff=True)
+    guest.user_permissions.add(Permission.objects.get(codename="view_alert"))
+    client = Client()
+    client.force_login(guest)
+    assert "rig is offline." in client.get(LIST).content.decode()
+    assert client.post(f"{LIST}{row.pk}/change/silence/", {"hours": "4", "reason": "mine"}).status_code == 403
+    assert count_open_problems() == 1
+
+
+def test_the_page_takes_as_many_queries_for_many_alerts_as_for_few(time: VirtualClock, boss: Client) -> None:
+    counts = []
+    for size in (1, 30):
+        see(*(silent(f"n{number}") for number in range(size)))
+        with CaptureQueriesContext(connection) as queries:
+            assert boss.get(LIST).status_code == 200
+        counts.append(len(queries))
+    assert counts[0] == counts[1]
+
+
+def test_a_page_of_alerts_says_that_nobody_looks(time: VirtualClock, boss: Client) -> None:
+    see()
+    assert "Nobody has looked" not in boss.get(LIST).content.decode()
+    time.advance(120)
+    assert "Nobody has looked for problems since" in boss.get(LIST).content.decode()

@@ -17,7 +17,18 @@ from django.urls import reverse
 from governance.admin_tokens import create_admin_token
 from nodes.models import Gpu, GpuMinute, GpuSample, GpuTenMinutes, SweepMark, read_clock
 from nodes.services.gpus import follow_gpus
-from nodes.services.history import History, Moment, Span, draw_history, read_history, roll_up_history, sample_gpus
+from nodes.services.history import (
+    FLEET,
+    History,
+    Moment,
+    Span,
+    draw_history,
+    read_fleet_history,
+    read_history,
+    read_memory,
+    roll_up_history,
+    sample_gpus,
+)
 from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
 
 pytestmark = pytest.mark.django_db
@@ -44,7 +55,7 @@ def on_the(minutes: int, moment: datetime) -> datetime:
 
 def test_a_gpu_that_is_heard_has_one_sample_for_each_step(gpu: Gpu) -> None:
     assert [sample_gpus(), sample_gpus()] == [1, 0]
-    sample = GpuSample.objects.get()
+    sample = GpuSample.objects.exclude(gpu_id=FLEET).get()
     assert (sample.gpu_id, sample.load_percent, sample.vram_used_mb, sample.at.second % 10) == (gpu.pk, 40.0, 250.0, 0)
     SweepMark.objects.update(until=F("until") - timedelta(seconds=10))
     GpuSample.objects.all().delete()
@@ -83,6 +94,21 @@ def test_a_thousand_gpus_are_sampled_by_one_statement(gpu: Gpu) -> None:
     with CaptureQueriesContext(connection) as queries:
         assert sample_gpus() == 1_000
     assert len(queries) == 1
+
+
+def test_the_fleet_has_a_sample_of_all_its_gpus_which_becomes_means_as_theirs_do(gpu: Gpu) -> None:
+    heard = {"first_seen_at": gpu.first_seen_at, "last_seen_at": gpu.last_seen_at, "load_percent": 60.0, "vram_used_mb": 150}
+    Gpu.objects.create(id=uuid.uuid4(), node=gpu.node, own_id="second", index=1, vram_mb=1_000, **heard)
+    Gpu.objects.create(id=uuid.uuid4(), node=gpu.node, own_id="gone", index=2, **{**heard, "gone_at": gpu.last_seen_at})
+    assert sample_gpus() == 2
+    fleet = GpuSample.objects.get(gpu_id=FLEET)
+    assert (fleet.load_percent, fleet.vram_used_mb, fleet.temperature_c) == (50.0, 400.0, None)
+    assert read_memory() == (400, 2_000)
+    begins_at = on_the(1, read_clock()) - timedelta(minutes=9)
+    add_samples(FLEET, begins_at, 12, vram_used_mb=600)
+    add_samples(FLEET, begins_at - timedelta(minutes=10), 6, vram_used_mb=200)
+    history = read_fleet_history(begins_at, step=timedelta(minutes=1), points=10)
+    assert (history.used_mb[:3], history.used_before) == ((600.0, 600.0, None), 200.0)
 
 
 def test_samples_become_means_of_minutes_and_of_ten_once(gpu: Gpu) -> None:
