@@ -22,7 +22,7 @@ from governance.people import create_invitation, make_invitation_url
     "demo_fleet",
     "Write a week of 12 nodes and 5 tenants that nobody has into a fresh installation, and play on until Ctrl-C.",
     argument("--data", type=Path, default=default_data(), metavar="DIR", help="directory of the installation"),
-    argument("--requests", type=float, default=40.0, metavar="N", help="asked per minute (default: %(default)g)"),
+    argument("--requests", type=float, default=28.0, metavar="N", help="asked per minute (default: %(default)g)"),
     argument("--nodes", type=int, default=0, metavar="N", help="so many nodes in all, for measuring"),
     argument("--records", type=int, default=0, metavar="N", help="so many requests in all, for measuring"),
     argument(

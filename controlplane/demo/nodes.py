@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -34,7 +35,8 @@ LONG = "Tell me a very long story."
 """What is answered for as long as a request may take."""
 _LOAD_S, _SLOW_LOAD_S, _SHORT_S = 12.0, 900.0, 2.0
 _RETRY_S = 2.0
-_ANSWER_WORDS = 60
+_ECHO_CHARS, _TOGETHER = 200, 4
+"""How much of a question is repeated, and words of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,23 @@ def runner_id_of(node: DemoNode, keys: NodeKeys) -> str:
     return make_runner_id(node.name, keys.public)
 
 
-def used_memory(node: DemoNode, models: Mapping[str, tuple[int, ...]]) -> list[float]:
-    """Return the MiB in use on each GPU of a node: weights, their cache, and what a driver takes."""
-    used = [620.0] * node.gpus
-    for name, gpus in models.items():
-        for gpu in gpus:
-            used[gpu] += _share_of(name, gpus) + _cache_of(node, name, gpus)
-    return [min(one, node.vram_mb - 400.0) for one in used]
+class Held(NamedTuple):
+    """What is in use on a GPU, in MiB."""
+
+    used: float
+    weights: float
+    cache: float
+
+
+def list_held(node: DemoNode, models: Mapping[str, tuple[int, ...]]) -> list[Held]:
+    """Return what is in use on each GPU of a node: weights, their cache, and what a driver takes."""
+    found = []
+    for gpu in range(node.gpus):
+        here = [(name, gpus) for name, gpus in models.items() if gpu in gpus]
+        weights = sum(_share_of(name, gpus) for name, gpus in here)
+        cache = sum(_cache_of(node, name, gpus) for name, gpus in here)
+        found.append(Held(min(weights + cache + 620.0, node.vram_mb - 400.0), weights, cache))
+    return found
 
 
 def _share_of(name: str, gpus: tuple[int, ...]) -> float:
@@ -144,7 +156,7 @@ class ScriptedNode:
             worker_name=self.node.name, models=list(self._models), max_concurrent=self.node.slots,
             protocol_version=bridge.MUSTER_V1, instance_id=self._instance, agent_version=self.node.version,
             owner_name=self.node.owner, endpoints=[CHAT], gpus=said.gpus, replicas=said.replicas, available=said.available,
-            memory=said.memory, governance=self._govern(),
+            memory=said.memory, governance=self._govern(), tells_log=self.node.version == VERSION,
         )  # fmt: skip
 
     def _govern(self) -> bridge.NodeGovernance:
@@ -156,21 +168,21 @@ class ScriptedNode:
         )  # fmt: skip
 
     def _describe(self) -> bridge.Telemetry:
-        node, used = self.node, used_memory(self.node, self._models)
+        node, held = self.node, list_held(self.node, self._models)
         load = self._measure_load()
         gpus = [
             bridge.GpuInfo(
-                index=index, name=node.gpu, memory_total_mb=node.vram_mb, memory_used_mb=int(memory), vendor=node.vendor,
+                index=index, name=node.gpu, memory_total_mb=node.vram_mb, memory_used_mb=int(one.used), vendor=node.vendor,
                 utilization_percent=round(min(99.0, load * (1.0 - 0.03 * index)), 1), temperature_c=round(36 + 0.42 * load, 1),
                 power_w=round(node.watts * (0.18 + 0.82 * load / 100), 1),
                 driver_version="580.95.05" if node.vendor == "nvidia" else "",
             )
-            for index, memory in enumerate(used)
+            for index, one in enumerate(held)
         ]  # fmt: skip
         weights = sum(BY_NAME[name].weights_mb for name in self._models if name in BY_NAME)
         cache = sum(_cache_of(node, name, gpus) * len(gpus) for name, gpus in self._models.items())
         memory_info = bridge.MemoryInfo(
-            total_mb=node.vram_mb * node.gpus, used_mb=int(sum(used)), weights_mb=weights, kv_mb=int(cache)
+            total_mb=node.vram_mb * node.gpus, used_mb=int(sum(one.used for one in held)), weights_mb=weights, kv_mb=int(cache)
         )
         return bridge.Telemetry(
             current_load=len(self._requests), gpus=gpus, replicas=list(self._list_replicas()), memory=memory_info,
@@ -240,10 +252,20 @@ class ScriptedNode:
             case bridge.OpQuery():
                 unknown = bridge.OpStatus(op_id=message.op_id, use=message.use, state="unknown")
                 await self._send(self._statuses.get((message.op_id, message.use), unknown))
+            case bridge.LogQuery():
+                await self._send(bridge.LogTail(query_id=message.query_id, lines=self._list_log()))
             case bridge.PolicyOffer() if self._pinned.version:
                 await self._follow(message)
             case _:
                 pass
+
+    def _list_log(self) -> list[bridge.LogLine]:
+        now, lines = clock.unix_ms(), [(3_600, "info", f"gateway connected node={self.node.name}")]
+        lines += [(3_500, "info", f"loaded model={name} gpus={gpus}") for name, gpus in self._models.items()]
+        if self.node.last_error:
+            lines += [(900, "error", f"load failed model={self.node.failed[0]} error={self.node.last_error}")]
+        lines += [(120, "warning", "requests wait for a slot") for _ in range(int(self.node.busy > 0.8))]
+        return [bridge.LogLine(at_ms=now - 1_000 * age_s, level=level, text=text) for age_s, level, text in lines]
 
     async def _follow(self, offer: bridge.PolicyOffer) -> None:
         with contextlib.suppress(ApprovalError, KeyError, IndexError):
@@ -343,8 +365,8 @@ class ScriptedNode:
             body, tokens = _answer_other(asked), 12
             await self._reply(key, body, bridge.TokenCounts(prompt_tokens=tokens, total_tokens=tokens))
             return
-        said = _read_question(bytes(asked.body))
-        words = self._choose_words(asked.meta.model, said)
+        said, wanted = _read_question(bytes(asked.body))
+        words = self._choose_words(asked.meta.model, said, wanted)
         usage = _count(said, words)
         if not asked.meta.is_streaming:
             await asyncio.sleep(len(words) / ((model.tokens_per_s if model else 50) * speed))
@@ -352,18 +374,20 @@ class ScriptedNode:
             return
         head = frames.Head(status=200, headers={"content-type": "text/event-stream"})
         await self._write(frames.HEAD, key, frames.encode_json(head))
-        pause_s = 1.5 if said == LONG else 1 / ((model.tokens_per_s if model else 50) * speed)
-        for word in words:
-            await self._write(frames.DATA, key, _render_chunk(asked.meta, word))
+        pause_s = 1.5 if said == LONG else _TOGETHER / ((model.tokens_per_s if model else 50) * speed)
+        for first in range(0, len(words), _TOGETHER):
+            await self._write(frames.DATA, key, _render_chunk(asked.meta, "".join(words[first : first + _TOGETHER])))
             await asyncio.sleep(pause_s)
         await self._write(frames.DATA, key, _render_chunk(asked.meta, "", usage=usage) + b"data: [DONE]\n\n")
         await self._write(frames.END, key, frames.encode_json(frames.End(usage=usage)))
 
-    def _choose_words(self, model: str, said: str) -> list[str]:
+    def _choose_words(self, model: str, said: str, wanted: int) -> list[str]:
         if said == LONG:
             return ["And then they went on. "] * 2_000
+        said = said if len(said) < _ECHO_CHARS else f"{said[:_ECHO_CHARS]}…"
         text = f"You asked: {said} This is {model} on {self.node.name}, a node without a GPU that repeats what it hears."
-        return [f"{word} " for word in text.split()][:_ANSWER_WORDS]
+        words = [f"{word} " for word in text.split()]
+        return (words * (1 + wanted // len(words)))[: wanted or len(words)]
 
     async def _reply(self, key: tuple[int, int], body: bytes, usage: bridge.TokenCounts) -> None:
         head = frames.Head(status=200, headers={"content-type": "application/json"})
@@ -378,14 +402,16 @@ async def _tick(length_s: float) -> AsyncIterator[float]:
         await asyncio.sleep(1.0)
 
 
-def _read_question(body: bytes) -> str:
+def _read_question(body: bytes) -> tuple[str, int]:
+    """Return what was asked last, and how many tokens the answer shall have; 0 = as many as it takes to repeat it."""
     try:
-        said = json.loads(body)["messages"][-1]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        return ""
+        asked = json.loads(body)
+        said, wanted = asked["messages"][-1]["content"], asked.get("max_tokens")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return "", 0
     if isinstance(said, list):
         said = " ".join(str(part.get("text", "")) for part in said if isinstance(part, dict))
-    return str(said).strip()
+    return str(said).strip(), min(wanted, 4_000) if isinstance(wanted, int) else 0
 
 
 def _count(said: str, words: list[str]) -> bridge.TokenCounts:
@@ -443,15 +469,18 @@ class Callers:
                 (model,) = self._draw.choices([name for name, _ in tenant.models], [weight for _, weight in tenant.models])
                 if BY_NAME[model].endpoint in {CHAT, EMBEDDINGS} and self.keys.get(tenant.name):
                     key = self._draw.choice(self.keys[tenant.name])
-                    loop.run_in_executor(pool, self.ask, key, model, self._draw.choice(_QUESTIONS))
+                    context = "word " * round(tenant.prompt * self._draw.lognormvariate(-0.3, 0.6))
+                    answer = max(1, round(tenant.answer * self._draw.lognormvariate(-0.3, 0.6)))
+                    loop.run_in_executor(pool, self.ask, key, model, f"{self._draw.choice(_QUESTIONS)} {context}", answer)
                 await asyncio.sleep(self._draw.expovariate(self.per_minute / 60))
 
-    def ask(self, key: str, model: str, question: str) -> None:
-        """Send one request and read its answer to the end."""
+    def ask(self, key: str, model: str, question: str, answer: int = 0) -> None:
+        """Send one request and read its answer to the end; ``answer``: its tokens, 0 = whatever it takes."""
         is_chat = BY_NAME[model].endpoint == CHAT
         body: dict[str, object] = {"model": model, "input": question}
         if is_chat:
             body = {"model": model, "stream": True, "messages": [{"role": "user", "content": question}]}
+            body |= {"max_tokens": answer} if answer else {}
         address = urlsplit(self.gateway)
         connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=700)
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}

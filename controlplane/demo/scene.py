@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from controlplane.demo.fleet import (
     VERSION,
     DemoNode,
 )
-from controlplane.demo.nodes import LONG, Callers, NodeKeys, Pinned, ScriptedNode, runner_id_of, used_memory
+from controlplane.demo.nodes import LONG, Callers, NodeKeys, Pinned, ScriptedNode, list_held, runner_id_of
 from controlplane.demo.people import Approvals, Signer, past
 from controlplane.demo.traffic import DemoKey, sum_up, write_gpu_history, write_week
 from controlplane.launcher.console import progress
@@ -47,7 +46,7 @@ from gateway.services.tenants import change_tenant_budgets, create_tenant
 from gateway.values import Budget, BudgetKind
 from governance.keys import enrol_passkey
 from nodes.services.credentials import create_credential
-from nodes.services.drains import cordon_node, drain_node
+from nodes.services.drains import cordon_node, drain_node, undrain_node
 from wire import clock
 from wire.optoken.approval import decode_bytes, encode_bytes
 
@@ -55,7 +54,7 @@ FILE = "demo-fleet.json"
 """Beside the installation's own files: keys of the demo's people and nodes, with which its pages can be tried and shown."""
 _WEIGHTS = {"people": 2, "requests": 14, "GPUs": 4, "sums": 20, "figures": 2}
 """How long the parts take, about, in seconds of a small machine."""
-_DRAIN_S = 1_200.0
+_DRAIN_S, _SETTLE_S = 1_200.0, 2.0
 
 
 class Meter:
@@ -145,7 +144,7 @@ def write_scene(data: Path, admin: User, signers: Mapping[str, User], *, request
     with meter.part("requests") as show:
         count = write_week(now, tenants, show, requests=requests)
     _write_budgets(now)
-    memory = {node: used_memory(node, dict(node.models)) for node in NODES}
+    memory = {node: list_held(node, dict(node.models)) for node in NODES}
     with meter.part("GPUs"):
         moments = write_gpu_history(now, memory)
     with meter.part("sums") as show:
@@ -326,7 +325,7 @@ def _write_nodes(now: datetime, keys: Mapping[str, NodeKeys], credential_id: int
     presences.objects.bulk_create(
         presences(
             node_id=node.id, protocol="2026-11-muster-v1", last_heartbeat_at=now - (node.offline or timedelta()),
-            reported_status="available", vram_used_mb=int(sum(used_memory(node, dict(node.models)))),
+            reported_status="available", vram_used_mb=int(sum(one.used for one in list_held(node, dict(node.models)))),
             gpus=[{"index": 0, "name": node.gpu, "memory_total_mb": node.vram_mb}], observed_at=now,
         )
         for node in NODES
@@ -345,21 +344,14 @@ def _write_nodes(now: datetime, keys: Mapping[str, NodeKeys], credential_id: int
 
 def _write_nodes_said(keys: Mapping[str, NodeKeys], pinned: Pinned) -> None:
     """Write what operators decided about nodes, and which policy the one trusts that is away."""
-    now, row = clock.now(), apps.get_model("nodes", "Node").objects
-    row.filter(pk__in=[node.id for node in NODES if node.offline]).update(
+    now = clock.now()
+    apps.get_model("nodes", "Node").objects.filter(pk__in=[node.id for node in NODES if node.offline]).update(
         policy_version=pinned.version, policy_sha256=pinned.sha256
     )
     for node in NODES:
         if node.is_cordoned:
             with past(now - timedelta(hours=26)):
                 cordon_node(node_id=node.id, actor="user:cleo")
-        if node.is_drained:
-            with past(now - timedelta(hours=2, minutes=10)):
-                drain_node(node_id=node.id, actor="user:ana", reason="A new power supply.")
-            row.filter(pk=node.id).update(
-                draining_since=now - timedelta(hours=2, minutes=10), drained_at=now - timedelta(hours=2, minutes=4),
-                drain_deadline_at=None,
-            )  # fmt: skip
 
 
 # Playing it
@@ -402,25 +394,35 @@ async def _play(kept: Kept, *, gateway: str, per_minute: float, nodes: int, on_r
 
 
 async def _start_drains(here: list[DemoNode], callers: Callers, kept: Kept) -> None:
-    """Have the nodes that drain run something that takes long, and then drain them."""
+    """Drain again what was drained, as a drain ends with its node's session, and what runs something that takes long."""
     loop = asyncio.get_running_loop()
     for node in here:
-        if node.is_draining and not await asyncio.to_thread(_is_draining, node.id):
+        if node.is_drained:
+            await asyncio.to_thread(_drain, node)
+        if node.is_draining:
+            await asyncio.to_thread(_undrain, node)
+            await asyncio.sleep(_SETTLE_S)
             for _ in range(2):
                 loop.run_in_executor(None, callers.ask, kept.api_keys["research"][0], node.model_names[0], LONG)
-            await asyncio.sleep(2.0)
-            await asyncio.to_thread(_drain, node.id)
+            await asyncio.sleep(_SETTLE_S)
+            await asyncio.to_thread(_drain, node)
 
 
-def _is_draining(node_id: uuid.UUID) -> bool:
+def _undrain(node: DemoNode) -> None:
     try:
-        return apps.get_model("nodes", "Node").objects.filter(pk=node_id, draining=True).exists()
+        undrain_node(node_id=node.id, actor="user:ana")
     finally:
         connection.close()
 
 
-def _drain(node_id: uuid.UUID) -> None:
+def _drain(node: DemoNode) -> None:
     try:
-        drain_node(node_id=node_id, actor="user:ana", reason="A new driver.", timeout_s=_DRAIN_S)
+        now, reason = clock.now(), "A new power supply." if node.is_drained else "A new driver."
+        drain_node(node_id=node.id, actor="user:ana", reason=reason, timeout_s=_DRAIN_S)
+        if node.is_drained:
+            apps.get_model("nodes", "Node").objects.filter(pk=node.id).update(
+                draining_since=now - timedelta(hours=2, minutes=10), drained_at=now - timedelta(hours=2, minutes=4),
+                drain_deadline_at=None,
+            )  # fmt: skip
     finally:
         connection.close()

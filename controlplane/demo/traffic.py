@@ -34,10 +34,12 @@ from controlplane.demo.fleet import (
     DemoTenant,
     rate_at,
 )
+from controlplane.demo.nodes import Held
 from gateway.services.rollups import roll_up_requests
 from gateway.services.usage import ADD_USAGE, RECORDED
 from gateway.tasks import maintain_day_partitions
 from nodes.services.gpus import derive_gpu_id
+from nodes.services.history import FLEET
 from wire.contract import ErrorCode, RequestState
 
 Progress = Callable[[float], None]
@@ -240,10 +242,11 @@ def sum_up(show: Progress, events: int) -> None:
 
 
 _HISTORY = """
-INSERT INTO {table} (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests)
-SELECT g.id, at, load, g.used * (0.97 + 0.03 * load / 100), 34 + 0.42 * load + 2 * random(),
-       g.watts * (0.18 + 0.82 * load / 100), round(g.slots * load / 100)
-  FROM jsonb_to_recordset(%(gpus)s::jsonb) AS g (id uuid, busy float8, used float8, watts float8, slots float8, off_s float8)
+INSERT INTO {table} (gpu_id, at, load_percent, vram_used_mb, weights_mb, kv_mb, temperature_c, power_w, active_requests)
+SELECT g.id, at, load, g.used * (0.97 + 0.03 * load / 100), g.weights, g.cache * (0.8 + 0.2 * load / 100),
+       34 + 0.42 * load + 2 * random(), g.watts * (0.18 + 0.82 * load / 100), round(g.slots * load / 100)
+  FROM jsonb_to_recordset(%(gpus)s::jsonb) AS g (id uuid, busy float8, used float8, weights float8, cache float8, watts float8,
+       slots float8, off_s float8)
  CROSS JOIN LATERAL (
        SELECT at, LEAST(99.5, GREATEST(0, 100 * g.busy * (0.12 + 0.88 * power(0.5 + 0.5 * cos(
                   2 * pi() * (extract(epoch FROM %(now)s - at) - 7200) / 86400), 1.6)) * (0.75 + 0.5 * random()))) AS load
@@ -253,21 +256,28 @@ SELECT g.id, at, load, g.used * (0.97 + 0.03 * load / 100), 34 + 0.42 * load + 2
         WHERE at < %(now)s - make_interval(secs => g.off_s)) AS moment
     ON CONFLICT DO NOTHING
 """
+_FLEET = """
+INSERT INTO {table} (gpu_id, at, load_percent, vram_used_mb, weights_mb, kv_mb, temperature_c, power_w, active_requests)
+SELECT %(fleet)s, at, avg(load_percent), sum(vram_used_mb), sum(weights_mb), sum(kv_mb), max(temperature_c), sum(power_w),
+       sum(active_requests)
+  FROM {table} GROUP BY at
+    ON CONFLICT DO NOTHING
+"""
 _LEVELS = (
     ("nodes_gpusample", "10 seconds", "2 hours"), ("nodes_gpuminute", "1 minute", "2 days"),
     ("nodes_gputenminutes", "10 minutes", "8 days"),
 )  # fmt: skip
 
 
-def write_gpu_history(now: datetime, nodes: Mapping[DemoNode, list[float]]) -> int:
-    """Write how GPUs did before ``now``; return how many rows. ``nodes``: the memory in use of each of their GPUs, in MiB."""
+def write_gpu_history(now: datetime, nodes: Mapping[DemoNode, list[Held]]) -> int:
+    """Write how GPUs did before ``now``; return how many rows. ``nodes``: what each of their GPUs holds."""
     gpus = [
         {
-            "id": str(derive_gpu_id(node.id, str(index))), "busy": max(node.busy, 0.01), "used": used, "watts": node.watts,
+            "id": str(derive_gpu_id(node.id, str(index))), "busy": max(node.busy, 0.01), "watts": node.watts, **held._asdict(),
             "slots": node.slots / node.gpus, "off_s": node.offline.total_seconds() if node.offline else 0,
         }
         for node, memory in nodes.items()
-        for index, used in enumerate(memory)
+        for index, held in enumerate(memory)
     ]  # fmt: skip
     rows = 0
     with transaction.atomic(), connection.cursor() as cursor:
@@ -275,4 +285,5 @@ def write_gpu_history(now: datetime, nodes: Mapping[DemoNode, list[float]]) -> i
         for table, step, kept in _LEVELS:
             cursor.execute(_HISTORY.format(table=table), {"gpus": json.dumps(gpus), "now": now, "step": step, "kept": kept})
             rows += cursor.rowcount
+            cursor.execute(_FLEET.format(table=table), {"fleet": FLEET})
     return rows

@@ -207,7 +207,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     text = "of fleet: as in up (default: %(default)s)"
     demo.add_argument("--gateway-port", type=_port, default=8080, metavar="PORT", help=text)
     text = "of fleet: asked per minute (default: %(default)g)"
-    demo.add_argument("--requests", type=float, default=40.0, metavar="N", help=text)
+    demo.add_argument("--requests", type=float, default=28.0, metavar="N", help=text)
     demo.add_argument(
         "--scale", nargs="+", default=[], metavar="NAME=N",
         help="of fleet: nodes=1000 records=10000000 for measuring, instead of 12 and some 100,000",
