@@ -276,7 +276,7 @@ _FIXES: Mapping[str, Callable[[AlertFacts], tuple[Text, str]]] = {
     "node.none": lambda _alert: (_("New node credential"), reverse("admin:nodes_nodecredential_add")),
     "node.unavailable": lambda _alert: (_("Nodes"), _list("nodes_node")),
     "requests.waiting": lambda _alert: (_("Requests in progress"), _list("gateway_requestrecord", state="open")),
-    "requests.failed": lambda _alert: (_("Failed requests"), _list("gateway_requestrecord", state="wrong", period="1h")),
+    "requests.failed": lambda _alert: (_("Failed requests"), _list("gateway_requestrecord", state="wrong", range="1h")),
     "model.unserved": lambda alert: (_("Models"), _find_object(alert)),
     "model.lost": lambda alert: (_("Propose it again"), f"{reverse('approvals:propose')}?{alert.params.get('again', '')}"),
     "policy.expiring": lambda _alert: (_("Policy"), reverse("approvals:policy")),

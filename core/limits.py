@@ -867,7 +867,15 @@ class GatewayLimits:
     kept_batch: int = bound(200, "rows", "One statement deletes no more expired answers.")
     # Pages
     page_choices: int = bound(200, "choices", "A filter offers no more.")
-    page_recent_records: int = bound(5000, "records", "The filter of nodes looks at no more.")
+    page_request_rows: int = bound(50, "requests", "A page of requests shows no more.")
+    page_scanned_records: int = bound(
+        50_000, "records", "A page looks through no more for what has no index, and says how far back it looked."
+    )
+    page_budget_percent: float = bound(80.0, "%", "A budget of which more is taken is shown as nearly used up.")
+    page_ticks: int = bound(5, "stretches", "The time axis of a request has no more.")
+    page_bar_percent: float = bound(0.3, "%", "A shorter stretch of a request's time is drawn as wide as this.")
+    page_export_batch: int = bound(2_000, "rows", "The further rows of a file are read with another statement.")
+    page_export_rows: int = bound(100_000, "rows", "A file of requests or of usage is cut there, and its last line says so.")
     page_exact_rows: int = bound(10_000, "rows", "A longer list shows an estimate of its length.")
     page_body_chars: int = bound(100_000, "bytes", "A longer kept answer is cut on its page, and not indented.")
     page_models: int = bound(100, "models", "A page of the list of models has no more rows.")
@@ -876,7 +884,6 @@ class GatewayLimits:
     page_waiting_models: int = bound(8, "models", "Overview shows no more models that requests wait for.")
     page_named: int = bound(3, "names", "Further names are counted.")
     page_use_days: int = bound(7, "days", "The lists of keys and tenants say what so many days came to.")
-    page_unknown_name_s: float = bound(86_400.0, "s", "A name in no table is looked for among the records of so long.")
     page_asked_s: float = bound(3600.0, "s", "Requests for models without a node are counted so far back.")
     # Longer than a month.
     budget_told_s: float = bound(32 * 86_400.0, "s", "What was told of a budget earlier says nothing of its day or month.")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import uuid
 from dataclasses import asdict
 from datetime import date
 from decimal import Decimal
-from io import StringIO
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -26,6 +24,7 @@ from gateway.routing import Target
 from gateway.services.compatibility import GpuFit, Quality, Source, change_model_requirements, find_fits
 from gateway.services.decisions import find_decision
 from gateway.services.errors import AliasNotFound, InvalidValue, TenantNotFound
+from gateway.services.exports import print_line
 from gateway.services.limits import clean_model_name
 from gateway.services.models import (
     TargetState,
@@ -556,18 +555,10 @@ class UsageFileView(APIView):
         """Return the same as CSV (RFC 4180), with a line of names."""
         rows = UsageSerializer(_read_usage(request), many=True).data
         names = [*(field for group in _read_groups(request) for field in GROUPS[group]), *_SUMS]
-        text = StringIO()
-        lines = csv.writer(text)
-        lines.writerow([*names, "currency"])
-        # A program for tables would take a name that begins so for a formula.
-        lines.writerows([[_guard(row[name]) for name in names] + [settings.CURRENCY] for row in rows])
-        answer = HttpResponse(text.getvalue(), content_type="text/csv; charset=utf-8")
+        lines = [[*names, "currency"], *([row[name] for name in names] + [settings.CURRENCY] for row in rows)]
+        answer = HttpResponse("".join(map(print_line, lines)), content_type="text/csv; charset=utf-8")
         answer["content-disposition"] = 'attachment; filename="usage.csv"'
         return answer
-
-
-def _guard(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 
 def _read_groups(request: Request) -> list[str]:

@@ -18,6 +18,8 @@ from wire.contract import RequestState
 Header = tuple[bytes, bytes]
 CHAT_PATH = "/v1/chat/completions"
 """The API path to whose requests those of other dialects are translated."""
+BUDGETS_KEY = "{muster.budgets}"
+"""Of the epoch in Valkey, and the beginning of each counter's; in braces, so that a cluster keeps them together."""
 TICKETS_PATH = "/v1/tickets"
 """Where a ticket is asked for. The record of its request names this endpoint."""
 T = TypeVar("T")
@@ -180,6 +182,11 @@ class Counter:
     owner: str
     kind: BudgetKind
     window: Window
+
+    @property
+    def key(self) -> str:
+        """Its name with whoever deals it out."""
+        return f"{BUDGETS_KEY}:{self.owner}:{self.kind}:{self.window.name}"
 
 
 @dataclass(frozen=True, slots=True)

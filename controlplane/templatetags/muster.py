@@ -8,6 +8,7 @@ from django import template
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from gateway.services.waterfalls import print_ms
 from wire import clock
 
 register = template.Library()
@@ -43,6 +44,12 @@ def compact(value: int) -> str:
         if value >= size:
             return f"{value / size:.3g}{letter}"
     return str(value)
+
+
+@register.filter
+def ms(milliseconds: int | None) -> str:
+    """Return a time as people read it: 12 ms, 3.4 s, 2 min 5 s; a dash when not known."""
+    return print_ms(milliseconds)
 
 
 @register.filter

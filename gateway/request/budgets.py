@@ -33,12 +33,12 @@ from core.limits import limits
 from gateway import metrics
 from gateway.errors import BudgetExhausted, BudgetUnknown
 from gateway.services.shares import Answer, Claim, Holding, Order, read_answer
-from gateway.values import MILLION, BudgetKind, Caller, Counter, OwnedBudget, Price, find_window
+from gateway.values import BUDGETS_KEY, MILLION, BudgetKind, Caller, Counter, OwnedBudget, Price, find_window
 from wire import clock
 
 logger = logging.getLogger("muster.gateway")
 
-_EPOCH = "{muster.budgets}"
+_EPOCH = BUDGETS_KEY
 # KEYS: the epoch, then the counters. ARGV: the fields of an Order in their order, where the claims are a JSON list.
 # The rule is ``gateway.services.shares.deal``. Answers the epoch and its term, then for each counter the fields of a Holding;
 # the epoch and its term alone to a gateway that has not said yet what it holds in it.
@@ -252,11 +252,6 @@ def find_amount(kind: BudgetKind, *, tokens: int, micros: int, requests: int = 1
     if kind is BudgetKind.ALL_REQUESTS_PER_MINUTE:
         return 1
     return micros if kind.is_cost else tokens
-
-
-def _name_key(share: Share) -> str:
-    counter = share.counter
-    return f"{_EPOCH}:{counter.owner}:{counter.kind}:{counter.window.name}"
 
 
 class Valkey(Protocol):
@@ -658,7 +653,7 @@ class Budgets:
             need, least = max(0, sum(wanted) - keep), max(1, min(wanted, default=1) - keep)
             if self._is_idle(share, now):
                 share.cap = keep = least = 0
-            claims[_name_key(share)] = Claim(share.amount, share.used, keep, need, least, self._find_ttl(share))
+            claims[share.counter.key] = Claim(share.amount, share.used, keep, need, least, self._find_ttl(share))
         order = Order(
             gateway=self._gateway,
             new_id=uuid.uuid4().hex,
@@ -690,7 +685,7 @@ class Budgets:
             joined = [uuid.UUID(name) for name in await dealer.list_joined()]
             sums = await self._in_thread(self._spending.sum_before, [share.counter for share in new], without=joined)
             for share in new if sums is not None else ():
-                await dealer.begin(epoch_id=self._epoch, name=_name_key(share), base=sums[share.counter])
+                await dealer.begin(epoch_id=self._epoch, name=share.counter.key, base=sums[share.counter])
             if sums is not None:
                 async with asyncio.timeout(self._limits.budget_database_s):
                     await self._deal(new, needs)
@@ -702,7 +697,7 @@ class Budgets:
             self._looked_at[look] = now
             total = await self._in_thread(self._spending.sum_of_gone, share.counter, uuid.UUID(name))
             if total is not None:
-                await dealer.absorb(epoch_id=self._epoch, name=_name_key(share), gateway=name, used=total)
+                await dealer.absorb(epoch_id=self._epoch, name=share.counter.key, gateway=name, used=total)
                 del self._looked_at[look]
 
     def _is_idle(self, share: Share, now: float) -> bool:

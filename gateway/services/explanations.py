@@ -6,9 +6,13 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from enum import StrEnum
 
 from django.db.models import Count, Min
+from django.utils.formats import number_format
+from django.utils.functional import Promise
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from core.limits import limits
 from gateway.models import RequestRecord
@@ -19,17 +23,18 @@ from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 from wire.engine_errors import Blame, judge_error
 
-_BRIEF = {
-    Unavailable.DRAINING: "draining",
-    Unavailable.DRAINED: "drained",
-    Unavailable.CORDONED: "cordoned",
-    Unavailable.PROVIDER_OFF: "provider off",
-    Unavailable.TAKEN_BACK: "taken back",
-    Unavailable.HOLDS_BACK: "node holds back",
-    Unavailable.LATE: "node late",
-    Unavailable.ERROR: "node in error",
-    Unavailable.UNREACHABLE: "node unreachable",
-    Unavailable.SILENT: "node offline",
+Words = str | Promise
+_BRIEF: dict[Unavailable, Words] = {
+    Unavailable.DRAINING: gettext_lazy("draining"),
+    Unavailable.DRAINED: gettext_lazy("drained"),
+    Unavailable.CORDONED: gettext_lazy("cordoned"),
+    Unavailable.PROVIDER_OFF: gettext_lazy("provider off"),
+    Unavailable.TAKEN_BACK: gettext_lazy("taken back"),
+    Unavailable.HOLDS_BACK: gettext_lazy("node holds back"),
+    Unavailable.LATE: gettext_lazy("node late"),
+    Unavailable.ERROR: gettext_lazy("node in error"),
+    Unavailable.UNREACHABLE: gettext_lazy("node unreachable"),
+    Unavailable.SILENT: gettext_lazy("node offline"),
 }
 _LIFTED_FIRST = tuple(_BRIEF)
 """A click first, then a question to somebody, then a walk to the node."""
@@ -86,22 +91,29 @@ def explain_wait(model: str, nodes: Sequence[ServingNode]) -> Wait:
     free = [node for node in able if node.active < node.slots]
     if free:
         return Wait(
-            "starting",
-            f"{model} is served by {free[0].name} ({free[0].slots - free[0].active} of {free[0].slots} slots free).",
-            "It starts at once. If it does not, the node may not answer the request's path: see its page.",
+            _("starting"),
+            _("%(model)s is served by %(node)s (%(free)d of %(slots)d slots free).")
+            % {"model": model, "node": free[0].name, "free": free[0].slots - free[0].active, "slots": free[0].slots},
+            _("It starts at once. If it does not, the node may not answer the request's path: see its page."),
             is_starting=True,
         )
     if able:
-        full = join_names(f"{node.name} {node.active} of {node.slots}" for node in able)
+        of_slots = _("%(node)s %(active)d of %(slots)d")
+        full = join_names(of_slots % {"node": node.name, "active": node.active, "slots": node.slots} for node in able)
         return Wait(
-            "nodes full",
-            f"Every node that has {model} is full: {full}.",
-            f"It starts when one is done. To shorten the queue, load {model} on another node or lower the rates of keys.",
+            _("nodes full"),
+            _("Every node that has %(model)s is full: %(nodes)s.") % {"model": model, "nodes": full},
+            _("It starts when one is done. To shorten the queue, load %(model)s on another node or lower the rates of keys.")
+            % {"model": model},
         )
     loading = [node for node in nodes if node.has is Has.LOADING and node.unavailable is None]
     if loading:
-        far = f", {loading[0].percent} % so far" if loading[0].percent is not None else ""
-        return Wait("loading", f"{loading[0].name} is loading {model}{far}.", "It starts when the model is loaded.")
+        values = {"node": loading[0].name, "model": model, "percent": loading[0].percent}
+        if loading[0].percent is None:
+            reason = _("%(node)s is loading %(model)s.") % values
+        else:
+            reason = _("%(node)s is loading %(model)s, %(percent)d %% so far.") % values
+        return Wait(_("loading"), reason, _("It starts when the model is loaded."))
     if loaded:
         return _explain_held(model, loaded)
     return _explain_missing(model, nodes)
@@ -111,31 +123,38 @@ def _explain_held(model: str, nodes: Sequence[ServingNode]) -> Wait:
     # The advice is for the reason that an operator lifts most easily.
     first = min(nodes, key=lambda node: _LIFTED_FIRST.index(node.unavailable or Unavailable.SILENT))
     if len(nodes) == 1:
-        reason = f"Only {first.name} has {model}, and it {first.unavailable}."
+        values = {"node": first.name, "model": model, "how": first.unavailable}
+        reason = _("Only %(node)s has %(model)s, and it %(how)s.") % values
     else:
-        reason = f"No node that has {model} takes work: {join_names(f'{node.name} {node.unavailable}' for node in nodes)}."
-    return Wait(_BRIEF[first.unavailable or Unavailable.SILENT], reason, _advise(model, first))
+        named = join_names(f"{node.name} {node.unavailable}" for node in nodes)
+        reason = _("No node that has %(model)s takes work: %(nodes)s.") % {"model": model, "nodes": named}
+    return Wait(str(_BRIEF[first.unavailable or Unavailable.SILENT]), reason, _advise(model, first))
 
 
 def _advise(model: str, node: ServingNode) -> str:
+    values = {"node": node.name, "model": model, "provider": node.provider, "owner": node.owner, "error": node.last_error}
     match node.unavailable:
         case Unavailable.PROVIDER_OFF:
-            return f"Enable the provider {node.provider}, or load {model} on a node of another one."
+            said = _("Enable the provider %(provider)s, or load %(model)s on a node of another one.")
         case Unavailable.DRAINING | Unavailable.DRAINED:
-            return f"Undrain {node.name}, or load {model} on another node."
+            said = _("Undrain %(node)s, or load %(model)s on another node.")
         case Unavailable.CORDONED:
-            return f"Uncordon {node.name}, or load {model} on another node."
+            said = _("Uncordon %(node)s, or load %(model)s on another node.")
+        case Unavailable.TAKEN_BACK if node.owner:
+            said = _("Ask %(owner)s, or load %(model)s on another node.")
         case Unavailable.TAKEN_BACK:
-            return f"Ask {node.owner or 'its owner'}, or load {model} on another node."
+            said = _("Ask its owner, or load %(model)s on another node.")
+        case Unavailable.ERROR if node.last_error:
+            said = _("%(node)s says: %(error)s")
         case Unavailable.ERROR:
-            look = f"Look at the page of {node.name} and at its log."
-            return f"{node.name} says: {node.last_error}" if node.last_error else look
+            said = _("Look at the page of %(node)s and at its log.")
         case Unavailable.LATE:
-            return f"{node.name} gets no new work until it is heard again. Check its network."
+            said = _("%(node)s gets no new work until it is heard again. Check its network.")
         case Unavailable.UNREACHABLE:
-            return f"{node.name} is heard, but its public_base_url does not answer: its page under Nodes says why."
-        case _:
-            return f"Check the power of {node.name}, its network and the runner's log."
+            said = _("%(node)s is heard, but its public_base_url does not answer: its page under Nodes says why.")
+        case _other:
+            said = _("Check the power of %(node)s, its network and the runner's log.")
+    return said % values
 
 
 def _explain_missing(model: str, nodes: Sequence[ServingNode]) -> Wait:
@@ -143,13 +162,11 @@ def _explain_missing(model: str, nodes: Sequence[ServingNode]) -> Wait:
     if able:
         where = join_names(able)
         return Wait(
-            "not loaded", f"No node has {model} loaded; {where} could load it.", f"Propose on the page of {able[0]} to load it."
+            _("not loaded"),
+            _("No node has %(model)s loaded; %(nodes)s could load it.") % {"model": model, "nodes": where},
+            _("Propose on the page of %(node)s to load it.") % {"node": able[0]},
         )
-    return Wait(
-        "no node",
-        f"No node has {model}.",
-        "Check the model name, or load it on a node.",
-    )
+    return Wait(_("no node"), _("No node has %(model)s.") % {"model": model}, _("Check the model name, or load it on a node."))
 
 
 def _count_running() -> Counter[uuid.UUID]:
@@ -167,8 +184,10 @@ def join_names(parts: Iterable[str]) -> str:
     """Return some names for a sentence; further ones are counted."""
     named = list(parts)
     most = limits().gateway.page_named
-    beyond = f" and {len(named) - most} more" if len(named) > most else ""
-    return ", ".join(named[:most]) + beyond
+    shown = ", ".join(named[:most])
+    if len(named) <= most:
+        return shown
+    return _("%(names)s and %(count)d more") % {"names": shown, "count": len(named) - most}
 
 
 NOBODY_THERE = frozenset({
@@ -178,57 +197,131 @@ NOBODY_THERE = frozenset({
 """Endings that had to do with the nodes; how those stand now may say why."""
 
 
+class Fault(StrEnum):
+    """Who can do something about the end of a request."""
+
+    CALLER = "caller"
+    CAPACITY = "capacity"
+    ENGINE = "engine"
+    NODE = "node"
+    OPERATOR = "operator"
+    OURS = "ours"
+    NOBODY = "nobody"
+
+
+FAULT_WORDS: dict[Fault, Words] = {
+    Fault.CALLER: gettext_lazy("The caller's mistake. It counts in no error rate."),
+    Fault.CAPACITY: gettext_lazy("A lack of room: neither the caller nor a node made a mistake."),
+    Fault.ENGINE: gettext_lazy("The engine's fault."),
+    Fault.NODE: gettext_lazy("The node's fault, or that of its network."),
+    Fault.OPERATOR: gettext_lazy("An operator's doing: the nodes of the model were taken out of service."),
+    Fault.OURS: gettext_lazy("Muster's fault. Please report it with the request's id."),
+    Fault.NOBODY: gettext_lazy("Nobody's fault."),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """What happened, and what to do about it; ``advice`` may be empty."""
 
-    what: str
-    advice: str = ""
+    what: Words
+    advice: Words = ""
+    fault: Fault = Fault.CALLER
 
 
 _ENDINGS = {
-    ErrorCode.NODE_STALE: Ending("The nodes that serve the model had stopped reporting.", "Look at their heartbeats."),
+    ErrorCode.NODE_STALE: Ending(
+        gettext_lazy("The nodes that serve the model had stopped reporting."),
+        gettext_lazy("Look at their heartbeats."),
+        Fault.NODE,
+    ),
     ErrorCode.NODE_DRAINING: Ending(
-        "Every node that serves the model was being held back.", "Undrain or uncordon one, or load the model on another node."
+        gettext_lazy("Every node that serves the model was being held back."),
+        gettext_lazy("Undrain or uncordon one, or load the model on another node."),
+        Fault.OPERATOR,
     ),
     ErrorCode.NODE_UNHEALTHY: Ending(
-        "Every node that serves the model reported an error.", "Look at the pages and logs of those nodes."
+        gettext_lazy("Every node that serves the model reported an error."),
+        gettext_lazy("Look at the pages and logs of those nodes."),
+        Fault.NODE,
     ),
     ErrorCode.MODEL_NOT_ALLOWED: Ending(
-        "The client may not use the model it asked for: it is not on the allow-list, not among the key's models, or unknown.",
-        "Allow it on the page Models, make an alias of that name, or change the models of the key.",
+        gettext_lazy("The client may not use this model: it is not on the allow-list, not among the key's models, or unknown."),
+        gettext_lazy("Allow it on the page Models, make an alias of that name, or change the models of the key."),
     ),
     ErrorCode.PROMPT_TOO_LARGE: Ending(
-        "The prompt has more characters than the model's cap.", "Shorten it, or raise the cap on the model's page."
+        gettext_lazy("The prompt has more characters than the model's limit."),
+        gettext_lazy("Shorten it, or raise the limit on the model's page."),
     ),
     ErrorCode.MAX_TOKENS_TOO_LARGE: Ending(
-        "The client asked for more tokens than the model's cap.", "Ask for fewer, or raise the cap on the model's page."
+        gettext_lazy("The client asked for more tokens than the model's limit."),
+        gettext_lazy("Ask for fewer, or raise the limit on the model's page."),
     ),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Ending(
-        "Prompt and answer do not fit into the model's context, says the engine.",
-        "Shorten the prompt, or serve the model with a longer context.",
+        gettext_lazy("Prompt and answer do not fit into the model's context, says the engine."),
+        gettext_lazy("Shorten the prompt, or serve the model with a longer context."),
     ),
     ErrorCode.RESPONSE_NOT_FOUND: Ending(
-        "The client continued an answer that is not kept for its tenant, or not any more.",
-        "Send the whole conversation, or let the tenant keep answers.",
+        gettext_lazy("The client continued an answer that is not kept for its tenant, or not any more."),
+        gettext_lazy("Send the whole conversation, or let the tenant keep answers."),
     ),
     ErrorCode.RATE_LIMITED: Ending(
-        "The key had used up its requests per minute.", "Wait, or raise the limit of key or tenant."
+        gettext_lazy("The key or its tenant had used up a rate or a budget."),
+        gettext_lazy("Wait, or raise the limit of key or tenant. Usage shows their budgets."),
     ),
     ErrorCode.BAD_REQUEST: Ending(
-        "The request could not be understood or not be carried; the client was told which field.",
-        "The client has to change it.",
+        gettext_lazy("The request could not be understood or not be carried; the client was told which field."),
+        gettext_lazy("The client has to change it."),
     ),
-    ErrorCode.BODY_TOO_LARGE: Ending("The request is larger than the gateway takes.", "Send less, or raise the setting."),
+    ErrorCode.BODY_TOO_LARGE: Ending(
+        gettext_lazy("The request is larger than the gateway takes."), gettext_lazy("Send less, or raise the setting.")
+    ),
     ErrorCode.REQUEST_INTERRUPTED: Ending(
-        "The node was lost or taken back while it worked, and the request could not move on to another one.",
-        "The client may repeat it. Look at what became of the node.",
+        gettext_lazy("The node was lost or taken back while it worked, and the request could not move on to another one."),
+        gettext_lazy("The client may repeat it. Look at what became of the node."),
+        Fault.NODE,
     ),
-    ErrorCode.INTERNAL_ERROR: Ending("A defect of Muster.", "Look for the request's id in the log of the gateway."),
-    ErrorCode.CLIENT_CLOSED_REQUEST: Ending("The client left, or stopped reading, before the answer was complete."),
+    ErrorCode.INTERNAL_ERROR: Ending(
+        gettext_lazy("A defect of Muster."), gettext_lazy("Look for the request's id in the log of the gateway."), Fault.OURS
+    ),
+    ErrorCode.CLIENT_CLOSED_REQUEST: Ending(
+        gettext_lazy("The client left, or stopped reading, before the answer was complete."), "", Fault.NOBODY
+    ),
     ErrorCode.TICKET_UNUSED: Ending(
-        "No request came to the node with this ticket, as far as the node told.", "It is charged what it had reserved."
+        gettext_lazy("No request came to the node with this ticket, as far as the node told."),
+        gettext_lazy("It is charged what it had reserved."),
+        Fault.NOBODY,
     ),
+}
+ERROR_WORDS: dict[ErrorCode, Words] = {
+    ErrorCode.NO_AVAILABLE_NODE: gettext_lazy("no node in time"),
+    ErrorCode.NODE_STALE: gettext_lazy("nodes silent"),
+    ErrorCode.NODE_DRAINING: gettext_lazy("nodes held back"),
+    ErrorCode.NODE_UNHEALTHY: gettext_lazy("nodes in error"),
+    ErrorCode.MODEL_NOT_ALLOWED: gettext_lazy("model not allowed"),
+    ErrorCode.PROMPT_TOO_LARGE: gettext_lazy("prompt too large"),
+    ErrorCode.MAX_TOKENS_TOO_LARGE: gettext_lazy("too many tokens asked for"),
+    ErrorCode.REQUEST_TIMEOUT: gettext_lazy("took too long"),
+    ErrorCode.FORWARDED_REQUEST_FAILED: gettext_lazy("the engine failed"),
+    ErrorCode.REQUEST_INTERRUPTED: gettext_lazy("node lost"),
+    ErrorCode.RATE_LIMITED: gettext_lazy("rate or budget used up"),
+    ErrorCode.BAD_REQUEST: gettext_lazy("malformed request"),
+    ErrorCode.BODY_TOO_LARGE: gettext_lazy("body too large"),
+    ErrorCode.INTERNAL_ERROR: gettext_lazy("defect of Muster"),
+    ErrorCode.CLIENT_CLOSED_REQUEST: gettext_lazy("caller left"),
+    ErrorCode.TICKET_UNUSED: gettext_lazy("ticket not used"),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: gettext_lazy("context too long"),
+    ErrorCode.RESPONSE_NOT_FOUND: gettext_lazy("earlier answer not kept"),
+}
+"""The error of a record in a few words, for a list."""
+_STATE_WORDS: dict[RequestState, Words] = {
+    RequestState.QUEUED: gettext_lazy("queued"),
+    RequestState.ASSIGNED: gettext_lazy("assigned"),
+    RequestState.RUNNING: gettext_lazy("running"),
+    RequestState.COMPLETED: gettext_lazy("served"),
+    RequestState.FAILED: gettext_lazy("failed"),
+    RequestState.INTERRUPTED: gettext_lazy("interrupted"),
+    RequestState.CANCELLED: gettext_lazy("cancelled"),
 }
 
 
@@ -240,9 +333,9 @@ def name_state(record: RequestRecord) -> tuple[str, str]:
     """
     state = RequestState(record.state)
     if state is not RequestState.REJECTED:
-        return state.value, state.value
+        return str(_STATE_WORDS[state]), state.value
     is_refused = judge_outcome(state, record.status_code) is RequestOutcome.REFUSED
-    return ("refused", "refused") if is_refused else ("not accepted", "rejected")
+    return (_("refused"), "refused") if is_refused else (_("not accepted"), "rejected")
 
 
 def explain_ending(record: RequestRecord) -> Ending | None:
@@ -257,68 +350,75 @@ def explain_ending(record: RequestRecord) -> Ending | None:
     if is_of_engine or record.error_code == ErrorCode.FORWARDED_REQUEST_FAILED:
         return _explain_engine(record)
     known = _ENDINGS.get(ErrorCode(record.error_code)) if record.error_code in set(ErrorCode) else None
-    return known or Ending("It ended with this code.", "docs/api.md lists what each code means.")
+    return known or Ending(_("It ended with this code."), _("docs/api.md lists what each code means."))
 
 
 def _explain_no_node(record: RequestRecord) -> Ending:
     if record.state == RequestState.REJECTED:
         return Ending(
-            "The queue of the model was full, or the request could not be recorded.",
-            "Load the model on more nodes, raise its queue on the model's page, or look at the database.",
+            _("The queue of the model was full, or the request could not be recorded."),
+            _("Load the model on more nodes, raise its queue on the model's page, or look at the database."),
+            Fault.CAPACITY,
         )
-    return Ending("No node took the request in time.")
+    return Ending(_("No node took the request in time."), "", Fault.CAPACITY)
 
 
 def _explain_timeout(record: RequestRecord) -> Ending:
     if record.attempts:
         return Ending(
-            "The answer took longer than a request may take in all.", "Ask for less, or raise MUSTER_REQUEST_TIMEOUT_S."
+            _("The answer took longer than a request may take in all."),
+            _("Ask for less, or raise MUSTER_REQUEST_TIMEOUT_S."),
+            Fault.ENGINE,
         )
     return Ending(
-        "It waited in the queue for as long as a request may.", "Load the model on more nodes, or lower the rates of keys."
+        _("It waited in the queue for as long as a request may."),
+        _("Load the model on more nodes, or lower the rates of keys."),
+        Fault.CAPACITY,
     )
 
 
-_ADVICE = {
-    401: "Check the key with which the node asks its engine (--backend-key).",
-    402: "Check the account with which the node asks its engine.",
-    403: "Check the key with which the node asks its engine (--backend-key).",
-    404: "Look whether the model is still loaded there.",
-    405: "Look whether the engine answers this endpoint.",
-    410: "Look whether the model is still offered there.",
+_ADVICE: dict[int, Words] = {
+    401: gettext_lazy("Check the key with which the node asks its engine (--backend-key)."),
+    402: gettext_lazy("Check the account with which the node asks its engine."),
+    403: gettext_lazy("Check the key with which the node asks its engine (--backend-key)."),
+    404: gettext_lazy("Look whether the model is still loaded there."),
+    405: gettext_lazy("Look whether the engine answers this endpoint."),
+    410: gettext_lazy("Look whether the model is still offered there."),
 }
 
 
 def _explain_engine(record: RequestRecord) -> Ending:
-    where = f"The engine on {record.node_name}" if record.node_name else "The engine"
     status = record.status_code or 0
-    log = "" if record.engine_error else f"Look for {record.printed_id} in the log of the node."
+    where = {
+        "engine": _("The engine on %(node)s") % {"node": record.node_name} if record.node_name else _("The engine"),
+        "status": status,
+        "bytes": number_format(record.bytes_out, force_grouping=True),
+    }
+    log = "" if record.engine_error else _("Look for %(id)s in the log of the node.") % {"id": record.printed_id}
     if record.state == RequestState.REJECTED:
-        return Ending(f"{where} refused the request with HTTP {status}.", "The caller has to change it.")
+        return Ending(
+            _("%(engine)s refused the request with HTTP %(status)d.") % where, _("The client has to change it."), Fault.CALLER
+        )
     if 200 <= status < 300 and record.is_streaming:
-        return Ending(f"{where} failed in the middle of the answer, after {record.bytes_out:,} bytes.", log)
+        return Ending(_("%(engine)s failed in the middle of the answer, after %(bytes)s bytes.") % where, log, Fault.ENGINE)
     if status >= 400 and judge_error(status) is Blame.CAPACITY:
-        return Ending(f"{where} had no room (HTTP {status}).", "Load the model on more nodes, or let the engine take more.")
+        return Ending(
+            _("%(engine)s had no room (HTTP %(status)d).") % where,
+            _("Load the model on more nodes, or let the engine take more."),
+            Fault.CAPACITY,
+        )
     if 400 <= status < 500:
-        return Ending(f"{where} turned the node away with HTTP {status}.", _ADVICE.get(status, log))
-    return Ending(f"{where} failed{f' with HTTP {status}' if status >= 500 else ''}.", log)
-
-
-class TimePart(NamedTuple):
-    """One stretch of a request's time. ``start`` and ``share`` in percent of the whole, ``ms`` in milliseconds."""
-
-    name: str
-    label: str
-    ms: int
-    start: float
-    share: float
+        said = _("%(engine)s turned the node away with HTTP %(status)d.")
+        return Ending(said % where, _ADVICE.get(status, log), Fault.NODE)
+    failed = _("%(engine)s failed with HTTP %(status)d.") if status >= 500 else _("%(engine)s failed.")
+    return Ending(failed % where, log, Fault.ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """The first lines of a request's page. ``now``: how the nodes of its model stand at this moment, where that matters.
 
-    ``asked``: the name the client used, if another than the model's. ``badge``: the name of the colour of ``state``.
+    ``badge``: the name of the colour of ``state``. ``fault``: whose it was, as a sentence; empty = it was served, or is open.
     """
 
     state: str
@@ -326,9 +426,8 @@ class Explanation:
     is_open: bool
     what: str
     advice: str
+    fault: str
     now: Wait | None
-    asked: str
-    parts: tuple[TimePart, ...]
 
 
 def explain_request(record: RequestRecord) -> Explanation:
@@ -336,7 +435,8 @@ def explain_request(record: RequestRecord) -> Explanation:
     is_open = RequestState(record.state) in OPEN_REQUEST_STATES
     asks_why = record.state == RequestState.QUEUED or record.error_code in NOBODY_THERE
     now = explain_waits([record.model])[record.model] if asks_why and record.model else None
-    what, advice = _say_state(record, now)
+    ending = None if is_open else explain_ending(record)
+    what, advice = (str(ending.what), str(ending.advice)) if ending is not None else _say_state(record, now)
     state, badge = name_state(record)
     return Explanation(
         state=state,
@@ -344,40 +444,22 @@ def explain_request(record: RequestRecord) -> Explanation:
         is_open=is_open,
         what=what,
         advice=advice,
+        fault=str(FAULT_WORDS[ending.fault]) if ending is not None else "",
         now=now if not is_open else None,
-        asked=record.asked_model,
-        parts=split_time(record),
     )
-
-
-def split_time(record: RequestRecord) -> tuple[TimePart, ...]:
-    """Return where the time of a finished request went: queue, the wait for the first byte, the answer."""
-    whole = record.latency_ms or 0
-    if not whole or not record.attempts:
-        return ()
-    queue = min(record.queue_ms or 0, whole)
-    first = min(max(record.ttfb_ms if record.ttfb_ms is not None else whole, queue), whole)
-    stretches = (
-        ("queue", "in the queue", queue),
-        ("first", "to the first byte", first - queue),
-        ("answer", "the answer", whole - first),
-    )
-    parts, start = [], 0
-    for name, label, ms in stretches:
-        parts.append(TimePart(name, label, ms, round(100 * start / whole, 3), round(100 * ms / whole, 3)))
-        start += ms
-    return tuple(parts)
 
 
 def _say_state(record: RequestRecord, now: Wait | None) -> tuple[str, str]:
+    node = {"node": record.node_name}
     match RequestState(record.state):
+        case RequestState.QUEUED if now is not None:
+            return _("It waits: %(reason)s") % {"reason": now.reason}, now.advice
         case RequestState.QUEUED:
-            return (f"It waits: {now.reason}", now.advice) if now is not None else ("It waits for a node.", "")
+            return _("It waits for a node."), ""
         case RequestState.ASSIGNED:
-            return f"{record.node_name} is to answer it.", ""
+            return _("%(node)s is to answer it.") % node, ""
         case RequestState.RUNNING:
-            return f"{record.node_name} works on it.", ""
-    ending = explain_ending(record)
-    if ending is not None:
-        return ending.what, ending.advice
-    return ("Answered in full.", "") if record.state == RequestState.COMPLETED else (f"It was {record.state}.", "")
+            return _("%(node)s works on it.") % node, ""
+        case RequestState.COMPLETED:
+            return _("Answered in full."), ""
+    return _("It was %(state)s.") % {"state": name_state(record)[0]}, ""

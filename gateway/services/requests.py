@@ -25,7 +25,7 @@ from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 from wire.ids import parse_id
 
-_TAIL = re.compile(rf"[0-9a-f]{{{TAIL_CHARS},31}}\Z")
+_TAIL = re.compile(r"[0-9a-f]{8,31}\Z")
 
 
 _FACTS = (
@@ -43,21 +43,38 @@ def find_request(record_id: uuid.UUID) -> dict[str, object] | None:
     return None if record is None else {**record, "is_final": RequestState(record["state"]) not in OPEN_REQUEST_STATES}
 
 
-def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[RequestRecord]:
-    """Return those of ``records`` that ``text`` names.
+def find_id(records: QuerySet[RequestRecord], text: str) -> QuerySet[RequestRecord] | None:
+    """Return those of ``records`` whose id is ``text`` (``req_…`` or a UUID) or ends so; None when none does.
 
-    It is an id (``req_…`` or a UUID), the last TAIL_CHARS characters of one or more, or the exact name of a model or alias, a
-    tenant or a key, in any case. Whose name it is shows in small tables; one that is in none of them, such as that of
-    a model that clients ask for in vain, is looked for among the records of the last ``page_unknown_name_s``.
+    An index finds the last TAIL_CHARS characters. Fewer, eight at least, are looked for among the newest records.
     """
     record_id = parse_id("req", text)
     if record_id is not None:
         return records.filter(pk=record_id)
     tail = text.removeprefix("…").lower()
-    if _TAIL.match(tail):
+    if not _TAIL.match(tail):
+        return None
+    if len(tail) >= TAIL_CHARS:
         ids = [pk for pk in _with_tail(tail[-TAIL_CHARS:]).values_list("pk", flat=True) if pk.hex.endswith(tail)]
-        if ids:
-            return records.filter(pk__in=ids)
+    else:
+        ending = RequestRecord.objects.alias(tail=Right(Cast("id", TextField()), len(tail))).filter(tail=tail)
+        begins_at = find_scan_start(RequestRecord.objects.all())
+        newest = ending if begins_at is None else ending.filter(created_at__gt=begins_at)
+        ids = list(newest.values_list("pk", flat=True)[: limits().gateway.page_choices])
+    return records.filter(pk__in=ids) if ids else None
+
+
+def find_scan_start(records: QuerySet[RequestRecord]) -> datetime | None:
+    """Return when the newest ``page_scanned_records`` begin; None where there are no more. Reads an index alone."""
+    most = limits().gateway.page_scanned_records
+    return records.order_by("-created_at", "-id").values_list("created_at", flat=True)[most : most + 1].first()
+
+
+def find_named(text: str) -> Q:
+    """Return what records have whose model, alias, tenant or key is called so, in any case.
+
+    Whose name it is shows in small tables; of a name in none of them records are asked themselves.
+    """
     known: tuple[tuple[str, QuerySet[Any, Any]], ...] = (  # Any: names or UUIDs, of different tables
         ("model", Model.objects.filter(name__iexact=text).values_list("name", flat=True)),
         ("asked_model", ModelAlias.objects.filter(name__iexact=text).values_list("name", flat=True)),
@@ -68,11 +85,7 @@ def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[Reques
     for field, names in known:
         if found := list(names):
             named |= Q(**{f"{field}__in": found})
-    if named:
-        return records.filter(named)
-    unknown = (Q(**{f"{field}__iexact": text}) for field in ("model", "asked_model", "tenant", "key_name"))
-    since = clock.now() - timedelta(seconds=limits().gateway.page_unknown_name_s)
-    return records.filter(reduce(or_, unknown), created_at__gte=since)
+    return named or reduce(or_, (Q(**{f"{field}__iexact": text}) for field in ("model", "asked_model", "tenant", "key_name")))
 
 
 def _with_tail(tail: str) -> QuerySet[RequestRecord]:

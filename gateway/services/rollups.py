@@ -410,6 +410,9 @@ SELECT name, row_number() OVER (ORDER BY sum({{order}}) DESC, name) AS place FRO
 SELECT CASE WHEN place <= %(most)s THEN rows.name END AS label, at, GROUPING(at), {_SUMS}
   FROM rows JOIN places USING (name) GROUP BY GROUPING SETS ((1, at), (1)) ORDER BY GROUPING(at), min(place), at
 """  # noqa: S608  # constants
+_OF_NAMES = f"""
+SELECT name, {_SUMS} FROM {{table}} WHERE dimension = %(dimension)s AND at >= %(since)s AND name = ANY(%(names)s) GROUP BY name
+"""  # noqa: S608  # constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,6 +472,14 @@ def read_days(
     of_days = {(name, at): _read_sums(*sums) for name, at, is_total, *sums in rows if not is_total}
     named = (Days(name, total, tuple(of_days.get((name, at), Sums()) for at in starts)) for name, total in found.items())
     return Breakdown(starts, tuple(sorted(named, key=lambda one: one.name is None)))
+
+
+def sum_days(dimension: Dimension, *, since: datetime, names: Iterable[str]) -> dict[str, Sums]:
+    """Return the sums of these names of the UTC days from ``since`` on; without names of which there is nothing."""
+    values: _Values = {"dimension": dimension.value, "since": since, "names": list(names)}
+    with connection.cursor() as cursor:
+        cursor.execute(_OF_NAMES.format(table=_list_levels()[-1].table), values)
+        return {name: _read_sums(*row) for name, *row in cursor.fetchall()}
 
 
 def read_first_day() -> datetime | None:

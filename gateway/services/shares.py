@@ -200,6 +200,10 @@ class DealerTable:
         epoch = self._read([_EPOCH]).get(_EPOCH, {})
         return cast("int", epoch.get("term", 0)), bool(epoch) and "closed" not in epoch
 
+    def read_counters(self, names: list[str]) -> dict[str, State] | None:
+        """Return counters by name as they stand in the open term; None while Valkey deals."""
+        return self._read(names) if self.read_term()[1] else None
+
     @transaction.atomic
     def deal(self, order: Order, *, now: int, reaches: bool, living: Collection[str]) -> Answer:
         """See ``deal_in_term``."""

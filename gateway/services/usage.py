@@ -19,7 +19,7 @@ from django.db.models import Count, QuerySet, Sum
 from django.db.models.functions import TruncDate
 
 from core.limits import limits
-from gateway.models import ApiKey, Tenant, UsageDelivery, UsageEvent
+from gateway.models import ApiKey, RequestRecord, Tenant, UsageDelivery, UsageEvent
 from gateway.services.errors import InvalidValue
 from gateway.services.limits import read_budgets
 from gateway.values import BudgetKind, Counter, find_window
@@ -181,6 +181,15 @@ def read_usage(*, groups: Sequence[str], first: date, last: date, tenant: str | 
     if len(found) > most:
         raise InvalidValue(f"That are more than {most} rows: name a tenant, fewer groups or fewer days.", param="group_by")
     return [{name.removeprefix("sum_"): value for name, value in row.items()} for row in found]
+
+
+def read_cost(record: RequestRecord) -> int | None:
+    """Return what a request was charged, in millionths of the currency; None before it has ended.
+
+    Events have no index by request: those of the moment when it came are few.
+    """
+    events = UsageEvent.objects.filter(created_at=record.created_at, event_id=record.pk)
+    return events.values_list("cost_micros", flat=True).first() if record.finished_at is not None else None
 
 
 def tell_reached_budgets() -> int:

@@ -291,6 +291,21 @@ def _describe_health(node: Node, now: datetime) -> NodeHealth:
     )
 
 
+def find_node_ids(text: str) -> list[uuid.UUID]:
+    """Return the ids of the nodes that are called so, or the one that this is the printed id of, be there a node or not."""
+    node_id = parse_id("node", text)
+    return [node_id] if node_id else list(Node.objects.filter(name=text).values_list("pk", flat=True))
+
+
+def read_node_names(ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
+    """Return the names of nodes by id, without those that are gone."""
+    return dict(Node.objects.filter(pk__in=ids).values_list("pk", "name"))
+
+
+def list_node_names(*, most: int) -> list[str]:
+    return list(Node.objects.order_by("name").values_list("name", flat=True).distinct()[:most])
+
+
 def find_node_id(text: str) -> uuid.UUID:
     """Return the id of the node that ``text`` names: its printed id, its UUID, or a name that only one node has.
 
