@@ -172,6 +172,13 @@ class GovernanceLimits:
     notice_unreadable_s: float = bound(3_600.0, "s", "Approvers are told of further messages that workers set aside.")
     webhook_name_chars: int = bound(80, "characters", "A longer name of a webhook is refused.")
     webhook_url_chars: int = bound(300, "characters", "A longer URL of a webhook is refused.")
+    webhook_answer_chars: int = bound(300, "characters", "No more of the answer to a test is shown.")
+    # What these services take: Slack 3,000 in a section, Discord 256 and 4,096, Teams 28 KB in all, ntfy 4,096 bytes.
+    slack_chars: int = bound(2_000, "characters", "A longer text is cut in a message for Slack.")
+    discord_title_chars: int = bound(256, "characters", "A longer title is cut in a message for Discord.")
+    discord_chars: int = bound(4_000, "characters", "A longer text is cut in a message for Discord.")
+    teams_chars: int = bound(8_000, "characters", "A longer text is cut in a message for Microsoft Teams.")
+    ntfy_bytes: int = bound(3_500, "bytes", "A longer text is cut in a message for ntfy.")
     webhook_s: float = bound(10.0, "s", "A webhook that does not answer by then has failed.")
     webhook_lookup_s: float = bound(3.0, "s", "A webhook whose name is not resolved by then has failed.")
 

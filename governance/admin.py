@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any, ClassVar
@@ -23,7 +24,6 @@ from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, ShowingAd
 from core.limits import limits
 from governance.admin_tokens import create_admin_token, revoke_admin_token
 from governance.alerts import (
-    SEVERITY_LABELS,
     count_states,
     filter_alerts,
     find_last_look,
@@ -34,8 +34,16 @@ from governance.alerts import (
 from governance.audit import check_entry
 from governance.checkpoints import read_status
 from governance.models import AdminToken, Alert, AlertSilence, AuditEvent, WebhookEndpoint
-from governance.notices import add_webhook, remove_webhook
-from governance.registry import AlertFacts, load_words
+from governance.notices import (
+    DeliveryFailed,
+    InvalidWebhook,
+    Wishes,
+    add_webhook,
+    change_webhook,
+    remove_webhook,
+    try_webhook,
+)
+from governance.registry import SEVERITY_LABELS, AlertFacts, load_words
 from governance.states import Severity
 from wire import clock
 
@@ -95,46 +103,128 @@ class AdminTokenAdmin(CreatingAdmin):
         return ("active", gettext("active")) if token.revoked_at is None else ("revoked", gettext("revoked"))
 
 
-class WebhookForm(forms.Form):
-    name = forms.CharField(max_length=limits().governance.webhook_name_chars, widget=UnfoldAdminTextInputWidget)
-    url = forms.CharField(
-        label="Address",
-        max_length=limits().governance.webhook_url_chars,
-        widget=UnfoldAdminTextInputWidget,
-        help_text="https://…, or http://… on this machine or a private network. It is not shown again.",
+_FORMAT_HINT = _(
+    "Slack: your app, Incoming Webhooks. Discord: the channel's settings, Integrations, Webhooks. "
+    "Teams: the channel's Workflows, “Send webhook alerts to a channel”. ntfy: https://ntfy.sh/ and a topic of yours. "
+    "Anything else gets signed JSON."
+)
+
+
+class WishesForm(forms.Form):
+    format = forms.ChoiceField(
+        label=_("Format"), choices=WebhookEndpoint.Format.choices, widget=UnfoldAdminSelectWidget, help_text=_FORMAT_HINT
     )
-    takes_usage = forms.BooleanField(
-        label="Usage",
+    takes_alerts = forms.BooleanField(
+        label=_("Alerts"),
+        required=False,
+        initial=True,
+        widget=UnfoldBooleanSwitchWidget,
+        help_text=_("One message when a problem begins, and one when it ends."),
+    )
+    least_severity = forms.TypedChoiceField(
+        label=_("Alerts of at least"),
+        coerce=int,
+        initial=Severity.NOTICE.value,
+        choices=[(severity.value, label) for severity, label in SEVERITY_LABELS.items()],
+        widget=UnfoldAdminSelectWidget,
+        help_text=_("Down: requests or operations fail. Impaired: something works less well. Notice: somebody has to act."),
+    )
+    takes_operations = forms.BooleanField(
+        label=_("Approvals"),
+        required=False,
+        initial=True,
+        widget=UnfoldBooleanSwitchWidget,
+        help_text=_("What was proposed, approved and carried out."),
+    )
+    takes_events = forms.BooleanField(
+        label=_("Events"),
         required=False,
         widget=UnfoldBooleanSwitchWidget,
-        help_text="It gets what each finished request used, in batches, instead of notices.",
+        help_text=_(
+            "Nodes that were drained or ejected, models that did not come back, budgets. Most of these are alerts too."
+        ),
     )
+    takes_usage = forms.BooleanField(
+        label=_("Usage"),
+        required=False,
+        widget=UnfoldBooleanSwitchWidget,
+        help_text=_("It gets what each finished request used, in batches of signed JSON, and nothing else."),
+    )
+
+
+class WebhookForm(WishesForm):
+    name = forms.CharField(
+        label=_("Name"), max_length=limits().governance.webhook_name_chars, widget=UnfoldAdminTextInputWidget
+    )
+    url = forms.CharField(
+        label=_("Address"),
+        max_length=limits().governance.webhook_url_chars,
+        widget=UnfoldAdminTextInputWidget,
+        help_text=_("https://…, or http://… on this machine or a private network. It is not shown again."),
+    )
+    field_order = ("name", "format", "url")
+
+
+def _read_wishes(values: Values) -> Wishes:
+    return Wishes(**{field.name: values[field.name] for field in dataclasses.fields(Wishes)})
 
 
 def _remove_webhook(webhook: WebhookEndpoint, actor: str, values: Values) -> str:
     remove_webhook(name=webhook.name, actor=actor)
-    return f"Removed the webhook {webhook.name}."
+    return gettext("Removed the webhook %(name)s.") % {"name": webhook.name}
+
+
+def _change_webhook(webhook: WebhookEndpoint, actor: str, values: Values) -> str:
+    change_webhook(name=webhook.name, wishes=_read_wishes(values), actor=actor)
+    return gettext("Changed the webhook %(name)s.") % {"name": webhook.name}
+
+
+def _try_webhook(webhook: WebhookEndpoint, actor: str, values: Values) -> str:
+    host = urlsplit(webhook.url).hostname
+    try:
+        answer = try_webhook(name=webhook.name, actor=actor)
+    except DeliveryFailed as failure:
+        why = gettext("The test did not get through. %(host)s: %(why)s.") % {"host": host, "why": failure}
+        raise InvalidWebhook(why) from None
+    said = {"host": host, "status": answer.status, "text": answer.text or gettext("nothing more")}
+    if not answer.is_success:
+        raise InvalidWebhook(gettext("%(host)s refused the test with HTTP %(status)d: %(text)s") % said)
+    return gettext("%(host)s took the test with HTTP %(status)d: %(text)s") % said
 
 
 @admin.register(WebhookEndpoint)
 class WebhookAdmin(CreatingAdmin):
-    """Where notices of operations are posted to."""
+    """Where notices and alerts are posted to."""
 
-    list_display = ("name", "show_host", "show_state", "takes_usage", "created_at", "show_changes")
+    list_display = ("name", "format", "show_host", "show_wishes", "show_state", "created_at", "show_changes")
     search_fields = ("name",)
-    fields = ("name", "show_host", "show_state", "takes_usage", "created_at")
+    fields = ("name", "format", "show_host", "show_wishes", "is_active", "show_last", "created_at")
     readonly_fields = fields
-    empty_words = "Webhooks tell Slack, PagerDuty or a program of yours about approvals."
+    empty_words = _("Webhooks tell Slack, Discord, Teams, ntfy or a program of yours about alerts and approvals.")
     create_form = WebhookForm
-    create_title = "New webhook"
-    create_explanation = (
-        "Every notice of an operation is posted there as JSON. The next page shows once the secret that signs it."
-    )
+    create_title = _("New webhook")
+    create_explanation = _("What you choose is posted there. Send a test from its page afterwards.")
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
+            name="test",
+            label=_("Send a test"),
+            explanation=_("A test message is posted there now; the answer is shown here."),
+            run=_try_webhook,
+            is_offered=lambda webhook: bool(webhook.is_active),
+        ),
+        RowChange(
+            name="edit",
+            label=_("Change"),
+            explanation=_("Format, and what is sent there. For another address remove it and add a new one."),
+            run=_change_webhook,
+            form=WishesForm,
+            read_initial=lambda webhook: {field.name: getattr(webhook, field.name) for field in dataclasses.fields(Wishes)},
+            is_offered=lambda webhook: bool(webhook.is_active),
+        ),
+        RowChange(
             name="remove",
-            label="Remove",
-            explanation="Nothing is posted there any more, what waits included. The name can be used again.",
+            label=_("Remove"),
+            explanation=_("Nothing is posted there any more, what waits included. The name can be used again."),
             run=_remove_webhook,
             is_offered=lambda webhook: bool(webhook.is_active),
             is_danger=True,
@@ -142,17 +232,42 @@ class WebhookAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        webhook, secret = add_webhook(name=values["name"], url=values["url"], takes_usage=values["takes_usage"], actor=actor)
-        return Created(row=webhook, secret=secret, usage="Check with it the header X-Muster-Signature of what arrives.")
+        wishes = _read_wishes(values)
+        webhook, secret = add_webhook(name=values["name"], url=values["url"], wishes=wishes, actor=actor)
+        if wishes.format != WebhookEndpoint.Format.GENERIC:
+            return Created(row=webhook)  # chat services check no signature
+        return Created(row=webhook, secret=secret, usage=_("Check with it the header X-Muster-Signature of what arrives."))
 
-    @column("Host")
+    @column(_("Host"))
     def show_host(self, webhook: WebhookEndpoint) -> str:
         # The rest of the address may hold a password and is shown to nobody.
         return urlsplit(webhook.url).hostname or ""
 
-    @column("State", ordering="is_active", label={"active": "success", "removed": "danger"})
-    def show_state(self, webhook: WebhookEndpoint) -> str:
-        return "active" if webhook.is_active else "removed"
+    @column(_("Gets"))
+    def show_wishes(self, webhook: WebhookEndpoint) -> str:
+        if webhook.takes_usage:
+            return gettext("Usage")
+        least = SEVERITY_LABELS[Severity(webhook.least_severity)]
+        kinds = [
+            *([gettext("alerts (%(least)s)") % {"least": least}] if webhook.takes_alerts else []),
+            *([gettext("approvals")] if webhook.takes_operations else []),
+            *([gettext("events")] if webhook.takes_events else []),
+        ]
+        return ", ".join(kinds)
+
+    @column(_("State"), ordering="is_active", label={"active": "success", "removed": "danger"})
+    def show_state(self, webhook: WebhookEndpoint) -> tuple[str, str]:
+        return ("active", gettext("active")) if webhook.is_active else ("removed", gettext("removed"))
+
+    @column(_("Last message"))
+    def show_last(self, webhook: WebhookEndpoint) -> str:
+        """Return how the last message fared, so that a dead address is seen."""
+        last = webhook.notices.order_by("-created_at").first()
+        if last is None:
+            return gettext("none yet")
+        if last.sent_at is not None:
+            return gettext("sent %(at)s UTC") % {"at": _print(last.sent_at)}
+        return gettext("not sent: %(why)s") % {"why": last.last_error or gettext("it is under way")}
 
 
 @admin.register(AuditEvent)

@@ -16,7 +16,6 @@ from typing import Any
 from django.db import connection, transaction
 from django.db.models import Count, F, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
-from django.utils.translation import gettext_lazy as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -63,7 +62,6 @@ class Problem:
 
 
 Key = tuple[str, str, str]
-SEVERITY_LABELS = {Severity.DOWN: _("down"), Severity.IMPAIRED: _("impaired"), Severity.NOTICE: _("notice")}
 
 
 # The evaluator

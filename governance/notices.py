@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookupTimeout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -30,17 +30,22 @@ from django.db import connection, transaction
 from django.db.models import F, Q, QuerySet
 from django.template.loader import render_to_string
 from django.utils import translation
+from django.utils.translation import gettext
 
 from core.hints import UNREADABLE_KEY
 from core.limits import limits
 from governance.audit import record_event
 from governance.errors import GovernanceError, UnknownOperation
 from governance.models import Alert, AuditEvent, Freeze, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
-from governance.registry import AlertFacts, find_kind, load_words
+from governance.registry import SEVERITY_LABELS, AlertFacts, find_kind, load_words
 from governance.states import Severity
+from governance.webhook_formats import Chat, find_topic, write_post
 from wire import clock
-from wire.ids import format_id, parse_id
+from wire.ids import format_id, new_uuid7, parse_id
 from wire.optoken.approval import BREAK_GLASS, ApprovalError, digest_words
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger("muster.governance")
 
@@ -191,11 +196,16 @@ _FLEET_MEMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A notice in words. ``subject``: one line. ``body``: what a webhook gets, as JSON members."""
+    """A notice in words. ``subject``: one line. ``body``: what a webhook gets, as JSON members.
+
+    ``severity``: of an alert, None = it is about something else. ``is_over``: it tells of an end.
+    """
 
     subject: str
     text: str
     body: Mapping[str, object]
+    severity: Severity | None = None
+    is_over: bool = False
 
 
 def write_message(notice: Notice) -> Message:
@@ -218,7 +228,14 @@ def write_message(notice: Notice) -> Message:
         written = render_to_string(f"notices/{event}.txt", {"event": event, "link": link, **context})
     subject, _, text = written.strip().partition("\n")
     body = {"id": str(notice.pk), "event": event, "operation": None, "link": link, **members}
-    return Message(" ".join(subject.split())[:200], text.strip() + "\n", body)
+    severity = context.get("severity")
+    return Message(
+        " ".join(subject.split())[:200],
+        text.strip() + "\n",
+        body,
+        severity=severity if isinstance(severity, Severity) else None,
+        is_over=event == "alert_ended",
+    )
 
 
 Described = tuple[str, dict[str, object], dict[str, object]]
@@ -255,8 +272,9 @@ def _describe_fleet_event(audited: AuditEvent, event: str) -> Described:
 
 
 def _describe_alert(alert: Alert) -> Described:
-    shown = _show_alert(alert)
-    return f"admin/governance/alert/{alert.pk}/change/", {**shown, "alert": alert}, {"alert": shown}
+    what, advice = _say_alert(alert, settings.NOTICE_LANGUAGE)
+    context = {"what": what, "advice": advice, "alert": alert, "severity": Severity(alert.severity)}
+    return f"admin/governance/alert/{alert.pk}/change/", context, {"alert": _show_alert(alert)}
 
 
 def _describe_alerts(notice: Notice, told_at: datetime) -> Described:
@@ -265,15 +283,27 @@ def _describe_alerts(notice: Notice, told_at: datetime) -> Described:
     rows = Alert.objects.filter(severity__lte=least)
     started, ended = rows.filter(told_at=told_at), rows.filter(end_told_at=told_at)
     named = limits().governance.alert_named
-    first, over = [_show_alert(row) for row in started[:named]], [_show_alert(row) for row in ended[:named]]
+    first, over = list(started[:named]), list(ended[:named])
     counts: dict[str, int] = {"started": started.count(), "ended": ended.count()}
-    hidden = counts["started"] + counts["ended"] - len(first) - len(over)
-    members: dict[str, object] = {**counts, "startedAlerts": first, "endedAlerts": over}
-    return "admin/governance/alert/", {**counts, "first": first, "over": over, "hidden": hidden}, members
+    context: dict[str, object] = {
+        **counts, "hidden": counts["started"] + counts["ended"] - len(first) - len(over),
+        "first": [_say_alert(row, settings.NOTICE_LANGUAGE)[0] for row in first],
+        "over": [_say_alert(row, settings.NOTICE_LANGUAGE)[0] for row in over],
+        "severity": Severity(min((row.severity for row in first or over), default=Severity.NOTICE)),
+    }  # fmt: skip
+    members: dict[str, object] = {
+        **counts, "startedAlerts": [_show_alert(row) for row in first], "endedAlerts": [_show_alert(row) for row in over],
+    }  # fmt: skip
+    return "admin/governance/alert/", context, members
+
+
+def _say_alert(alert: Alert, language: str) -> tuple[str, str]:
+    with translation.override(language):
+        return load_words().describe(AlertFacts.of(alert))
 
 
 def _show_alert(alert: Alert) -> dict[str, object]:
-    what, advice = load_words().describe(AlertFacts.of(alert))
+    what, advice = _say_alert(alert, settings.LANGUAGE_CODE)  # programs read it
     return {
         "id": alert.pk, "kind": alert.kind, "severity": Severity(alert.severity).word, "what": what, "advice": advice,
         "object": {"type": alert.object_type, "id": alert.object_id, "name": alert.object_name},
@@ -341,19 +371,35 @@ def _deliver(notice: Notice) -> bool:
     try:
         message = write_message(notice)
         if notice.webhook is not None:
-            body = json.dumps(dict(message.body), ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
-            hook = notice.webhook
-            post_notice(url=hook.url, secret=hook.secret, body=body, at=int(clock.unix_s()))
+            url, body = _write_post(notice.webhook, message)
+            post_notice(url=url, secret=notice.webhook.secret, body=body, at=int(clock.unix_s()))
         else:
             _send_mail(notice, message)
     except DeliveryFailed as failure:
         _note_failure(notice, str(failure))
+        return False
+    except Alert.DoesNotExist:
+        _finish(notice, given_up_at=clock.now(), last_error="the alert was deleted")
         return False
     except ApprovalError:
         # Nothing to tell of an operation whose stored statement cannot be read; trying again would not mend it.
         _finish(notice, given_up_at=clock.now(), last_error="the stored statement cannot be read")
         return False
     return _finish(notice, sent_at=clock.now(), last_error="")
+
+
+def _write_post(hook: WebhookEndpoint, message: Message) -> tuple[str, bytes]:
+    """Return where a message goes and its bytes, in the format of its webhook."""
+    if hook.format == WebhookEndpoint.Format.GENERIC:
+        body = json.dumps(dict(message.body), ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+        return hook.url, body.encode()
+    link = str(message.body.get("link", ""))
+    # The link is behind the title.
+    text = message.text.replace(link, "").strip() if link else message.text.strip()
+    with translation.override(settings.NOTICE_LANGUAGE):
+        label = "" if message.severity is None else str(SEVERITY_LABELS[message.severity])
+    chat = Chat(message.subject, text, link, message.severity, label, message.is_over)
+    return write_post(hook.format, chat, hook.url)
 
 
 def _send_mail(notice: Notice, message: Message) -> None:
@@ -452,8 +498,26 @@ def sign_body(secret: str, body: bytes, *, at: int) -> str:
     return f"t={at},v1={mac}"
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a webhook answered. ``text``: the beginning of it."""
+
+    status: int
+    text: str
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+
 def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
     """Post ``body`` once; each phase blocks for about ``webhook_s`` at most. Raises DeliveryFailed unless answered with 2xx."""
+    answer = _post(url=url, secret=secret, body=body, at=at)
+    if not answer.is_success:
+        raise DeliveryFailed(f"answered with {answer.status}")
+
+
+def _post(*, url: str, secret: str, body: bytes, at: int, reads_answer: bool = False) -> Answer:
     import httpx  # 6 MB that most processes need for nothing
 
     try:
@@ -475,14 +539,38 @@ def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
         with httpx.Client(timeout=limits().governance.webhook_s, follow_redirects=False, trust_env=False) as client:
             extensions = {"sni_hostname": target.host}
             request = client.build_request("POST", dialled, content=body, headers=headers, extensions=extensions)
-            answer = client.send(request, stream=True)  # what it says beside the status is nobody's business
-            answer.close()
+            answer = client.send(request, stream=True)
+            try:
+                # What an inner service says beside the status is nobody's business.
+                text = _read_start(answer) if reads_answer and ipaddress.ip_address(address).is_global else ""
+            finally:
+                answer.close()
     except httpx.TimeoutException:
         raise DeliveryFailed(f"no answer within {limits().governance.webhook_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeliveryFailed(f"cannot be reached ({type(error).__name__})") from None
-    if not answer.is_success:
-        raise DeliveryFailed(f"answered with {answer.status_code}")
+    return Answer(answer.status_code, text)
+
+
+def _read_start(answer: httpx.Response) -> str:
+    """Return the first printable characters of an answer; no more than one piece of it is read."""
+    first = next(answer.iter_raw(), b"")
+    text = first[: limits().governance.webhook_answer_chars].decode(errors="replace")
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def try_webhook(*, name: str, actor: str) -> Answer:
+    """Post a test there now, in the webhook's format; return what was answered. Raises InvalidWebhook, DeliveryFailed."""
+    endpoint = _find_active(name)
+    link = f"{settings.PUBLIC_URL.rstrip('/')}/admin/governance/webhookendpoint/"
+    with translation.override(settings.NOTICE_LANGUAGE):
+        subject = gettext("Test message of Muster")
+        text = gettext("%(name)s will hear of what it asked for.") % {"name": endpoint.name}
+    body = {"id": str(new_uuid7()), "event": "test", "operation": None, "link": link}
+    url, posted = _write_post(endpoint, Message(subject, text, body))
+    with transaction.atomic():
+        record_event(actor=actor, action="webhook.test", target=endpoint.name)
+    return _post(url=url, secret=endpoint.secret, body=posted, at=int(clock.unix_s()), reads_answer=True)
 
 
 def _resolve(target: Target) -> str:
@@ -539,21 +627,39 @@ def _refusal(what: str) -> InvalidWebhook:
     return InvalidWebhook(f"The address {what}.", param="url")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a webhook gets, and in which format. ``least_severity``: of alerts, less urgent ones are not sent.
+
+    ``takes_usage``: the usage of finished requests, and then nothing else.
+    """
+
+    format: str = WebhookEndpoint.Format.GENERIC.value
+    takes_operations: bool = True
+    takes_events: bool = True
+    takes_alerts: bool = False
+    least_severity: int = Severity.NOTICE.value
+    takes_usage: bool = False
+
+
 @transaction.atomic
-def add_webhook(*, name: str, url: str, actor: str, takes_usage: bool = False) -> tuple[WebhookEndpoint, str]:
+def add_webhook(
+    *, name: str, url: str, actor: str, takes_usage: bool = False, wishes: Wishes | None = None
+) -> tuple[WebhookEndpoint, str]:
     """Post notices to ``url`` from now on; return the row and the secret that signs them, which is shown once.
 
-    ``takes_usage``: the usage of finished requests instead.
-    The name of a webhook that was removed may be used again. Raises InvalidWebhook.
+    ``takes_usage``: of ``wishes`` that are not given. The name of a webhook that was removed may be used again.
+    Raises InvalidWebhook.
     """
     cleaned = name.strip()
     if not cleaned or len(cleaned) > limits().governance.webhook_name_chars or not cleaned.isprintable():
         raise InvalidWebhook(
             f"Give the webhook a name of 1 to {limits().governance.webhook_name_chars} printable characters.", param="name"
         )
-    target = parse_webhook_url(url)
+    target, wanted = parse_webhook_url(url), wishes or Wishes(takes_usage=takes_usage)
+    _check_wishes(wanted, url.strip())
     secret = f"whsec_{secrets.token_urlsafe(32)}"
-    values = {"url": url.strip(), "secret": secret, "is_active": True, "takes_usage": takes_usage}
+    values = {"url": url.strip(), "secret": secret, "is_active": True, **asdict(wanted)}
     endpoint, is_new = WebhookEndpoint.objects.select_for_update().get_or_create(name=cleaned, defaults=values)
     if not is_new:
         if endpoint.is_active:
@@ -561,10 +667,48 @@ def add_webhook(*, name: str, url: str, actor: str, takes_usage: bool = False) -
         for field, value in values.items():
             setattr(endpoint, field, value)
         endpoint.save(update_fields=list(values))
-    detail: dict[str, object] = {"host": target.host} | ({"takes_usage": True} if takes_usage else {})
     # Of the address only the host: chat services put their password into the path.
-    record_event(actor=actor, action="webhook.add", target=cleaned, detail=detail)
+    record_event(actor=actor, action="webhook.add", target=cleaned, detail={"host": target.host, **_list_wishes(wanted)})
     return endpoint, secret
+
+
+@transaction.atomic
+def change_webhook(*, name: str, wishes: Wishes, actor: str) -> WebhookEndpoint:
+    """Send something else there, or in another format; no change of the address. Raises InvalidWebhook."""
+    endpoint = _find_active(name, is_locked=True)
+    _check_wishes(wishes, endpoint.url)
+    before = {field: getattr(endpoint, field) for field in asdict(wishes)}
+    if before != asdict(wishes):
+        for field, value in asdict(wishes).items():
+            setattr(endpoint, field, value)
+        endpoint.save(update_fields=list(asdict(wishes)))
+        record_event(actor=actor, action="webhook.change", target=endpoint.name, detail=_list_wishes(wishes))
+    return endpoint
+
+
+def _find_active(name: str, *, is_locked: bool = False) -> WebhookEndpoint:
+    rows = WebhookEndpoint.objects.select_for_update() if is_locked else WebhookEndpoint.objects.all()
+    endpoint = rows.filter(name=name.strip(), is_active=True).first()
+    if endpoint is None:
+        raise InvalidWebhook(f"There is no webhook {name.strip()[: limits().governance.webhook_name_chars]!r}.", param="name")
+    return endpoint
+
+
+def _check_wishes(wishes: Wishes, url: str) -> None:
+    if wishes.format not in WebhookEndpoint.Format.values:
+        raise InvalidWebhook(f"format must be one of {', '.join(WebhookEndpoint.Format.values)}.", param="format")
+    if wishes.takes_usage and wishes.format != WebhookEndpoint.Format.GENERIC:
+        raise InvalidWebhook("Usage is for programs: it goes out as signed JSON alone.", param="takes_usage")
+    if wishes.format == WebhookEndpoint.Format.NTFY and not find_topic(url):
+        raise InvalidWebhook("The address of ntfy ends in a topic, such as https://ntfy.sh/my-topic.", param="url")
+    if not any((wishes.takes_operations, wishes.takes_events, wishes.takes_alerts, wishes.takes_usage)):
+        raise InvalidWebhook("Choose at least one thing that is sent there.", param="takes_alerts")
+
+
+def _list_wishes(wishes: Wishes) -> dict[str, object]:
+    """Return those that are not the usual ones."""
+    usual = asdict(Wishes())
+    return {field: value for field, value in asdict(wishes).items() if value != usual[field]}
 
 
 @transaction.atomic

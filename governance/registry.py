@@ -15,9 +15,11 @@ from urllib.parse import urlencode
 
 from django.conf import settings
 from django.utils.module_loading import import_string
+from django.utils.translation import gettext_lazy as _
 
 from governance.errors import UnknownOperation
 from governance.models import Alert
+from governance.states import Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,9 @@ def find_kind(name: str) -> OperationKind:
 
 
 # What the package above says of alerts
+
+
+SEVERITY_LABELS = {Severity.DOWN: _("down"), Severity.IMPAIRED: _("impaired"), Severity.NOTICE: _("notice")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from gateway.services.keys import create_api_key
 from gateway.services.models import allow_model, disallow_model
 from gateway.services.tenants import create_tenant
 from gateway.values import Priority
-from governance.notices import add_webhook, list_webhooks, remove_webhook
+from governance.notices import Wishes, add_webhook, list_webhooks, remove_webhook
+from governance.states import Severity
 from nodes.errors import Conflict
 from nodes.services.availability import find_node_id
 from nodes.services.credentials import create_credential, create_provider, delete_provider, disable_provider, enable_provider
@@ -118,6 +119,10 @@ def _add_webhook_actions(parser: ArgumentParser) -> None:
     add.add_argument("name")
     add.add_argument("url", help="https://…, or http://… on this machine or a private network")
     add.add_argument("--usage", action="store_true", help="what each finished request used, in batches, instead of notices")
+    add.add_argument("--format", default="generic", metavar="F", help="generic (signed JSON), slack, discord, teams or ntfy")
+    add.add_argument(
+        "--alerts", choices=[one.word for one in Severity], help="starts and ends of alerts at least so urgent too"
+    )
     actions.add_parser("remove", help="post nothing there any more").add_argument("name")
     actions.add_parser("list", help="names and states; addresses may be secret and are not shown")
 
@@ -126,7 +131,14 @@ def _add_webhook_actions(parser: ArgumentParser) -> None:
 def webhook(options: Options) -> str:
     match options["action"]:
         case "add":
-            return add_webhook(name=options["name"], url=options["url"], takes_usage=options["usage"], actor=ACTOR)[1]
+            least = Severity[options["alerts"].upper()] if options["alerts"] else None
+            wishes = Wishes(
+                format=options["format"],
+                takes_usage=options["usage"],
+                takes_alerts=least is not None,
+                least_severity=(Severity.NOTICE if least is None else least).value,
+            )
+            return add_webhook(name=options["name"], url=options["url"], wishes=wishes, actor=ACTOR)[1]
         case "remove":
             return f"{remove_webhook(name=options['name'], actor=ACTOR).name} is removed"
         case _:

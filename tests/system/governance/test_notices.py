@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urljoin
 
 import pytest
 from django.core.mail import EmailMessage
@@ -25,22 +26,28 @@ from pytest_django.fixtures import Settings
 from controlplane.commands import Command
 from core.limits import limits
 from core.models import User
-from governance.models import AuditEvent, Notice, Operation, WebhookEndpoint
+from governance.alerts import AlertObject, Problem, look
+from governance.models import Alert, AuditEvent, Notice, Operation, WebhookEndpoint
 from governance.notices import (
     NOTICE_EVENTS,
     SIGNATURE_HEADER,
     DeliveryFailed,
     InvalidWebhook,
+    Wishes,
     add_webhook,
+    change_webhook,
     deliver_due,
     notify,
     parse_webhook_url,
     post_notice,
     remove_webhook,
+    try_webhook,
 )
 from governance.operations.decisions import reject
 from governance.operations.policies import freeze
 from governance.operations.runs import run_due
+from governance.states import Severity
+from tests.fakes.clock import virtual_clock
 from tests.fakes.governed_team import Team, make_governed, propose_token
 from wire.optoken.approval import digest_words
 
@@ -323,7 +330,8 @@ def test_webhooks_are_managed_from_a_shell(capsys: pytest.CaptureFixture[str]) -
 def test_the_page_of_webhooks_shows_the_secret_once_and_the_address_never() -> None:
     client = Client()
     client.force_login(User.objects.create_superuser("ada"))
-    body = {"name": "ops", "url": "https://chat.example.com/secret-path"}
+    body = {"name": "ops", "url": "https://chat.example.com/secret-path", "format": "generic", "least_severity": "2",
+        "takes_alerts": "on"}  # fmt: skip
     made = client.post(reverse("admin:governance_webhookendpoint_add"), body).content.decode()
     secret = WebhookEndpoint.objects.get().secret
     assert secret in made
@@ -345,3 +353,75 @@ def test_a_mail_server_that_does_not_answer_is_a_reason_kept(team: Team, setting
     assert set(Notice.objects.values_list("last_error", flat=True)) == {
         "the mail server did not take it (ConnectionRefusedError)"
     }
+
+
+def make_told_alert() -> None:
+    with virtual_clock() as time:
+        look(lambda: [Problem("node.offline", Severity.DOWN, AlertObject("node", "1", "rig"))])
+        time.advance(60)
+        look(lambda: [Problem("node.offline", Severity.DOWN, AlertObject("node", "1", "rig"))])
+
+
+def test_each_webhook_gets_a_message_in_its_format_and_of_what_it_takes(team: Team, receiver: Receiver) -> None:
+    slack = Wishes(format="slack", takes_operations=False, takes_events=False, takes_alerts=True, least_severity=0)
+    ntfy = Wishes(format="ntfy", takes_operations=True, takes_events=False, takes_alerts=True)
+    add_webhook(name="chat", url=receiver.url, wishes=slack, actor=ACTOR)
+    add_webhook(name="push", url=urljoin(receiver.url, "/my-topic"), wishes=ntfy, actor=ACTOR)
+    propose_token(team[0])
+    make_told_alert()
+    Notice.objects.filter(webhook=None).delete()
+    Notice.objects.update(due_at=timezone.now(), created_at=timezone.now())
+    assert deliver_due() == 3
+    said = [json.loads(body) for _headers, body in receiver.got]
+    assert sorted(one["title"] for one in said if one.get("topic") == "my-topic")[1] == "rig is offline."
+    (block, _context) = next(one["blocks"] for one in said if "blocks" in one)
+    assert "/admin/governance/alert/" in block["text"]["text"]
+
+
+def test_an_alert_that_was_deleted_ends_its_message(receiver: Receiver) -> None:
+    add_webhook(name="chat", url=receiver.url, wishes=Wishes(takes_alerts=True), actor=ACTOR)
+    make_told_alert()
+    Alert.objects.all().delete()
+    Notice.objects.filter(webhook=None).delete()
+    Notice.objects.update(due_at=timezone.now())
+    assert deliver_due() == 0
+    assert Notice.objects.get().last_error == "the alert was deleted"
+
+
+def test_a_test_says_what_was_answered_and_what_did_not_get_through(receiver: Receiver) -> None:
+    add_webhook(name="chat", url=receiver.url, wishes=Wishes(format="discord", takes_alerts=True), actor=ACTOR)
+    receiver.status = 200
+    assert try_webhook(name="chat", actor=ACTOR).status == 200
+    assert json.loads(receiver.got[0][1])["embeds"][0]["title"] == "Test message of Muster"
+    boss = Client()
+    boss.force_login(User.objects.create_superuser("boss"))
+    page = f"/admin/governance/webhookendpoint/{WebhookEndpoint.objects.get().pk}/change/test/"
+    assert "127.0.0.1 took the test with HTTP 200" in boss.post(page, follow=True).content.decode()
+    receiver.status = 404
+    assert "127.0.0.1 refused the test with HTTP 404" in boss.post(page).content.decode()
+    assert Notice.objects.count() == 0
+    assert AuditEvent.objects.filter(action="webhook.test").count() == 3
+
+
+@pytest.mark.parametrize(
+    ("wishes", "url", "param"),
+    [(Wishes(format="irc"), "https://example.com/", "format"), (Wishes(format="ntfy"), "https://ntfy.sh/", "url"),
+        (Wishes(format="slack", takes_usage=True), "https://example.com/", "takes_usage"),
+        (Wishes(takes_operations=False, takes_events=False), "https://example.com/", "takes_alerts")],
+)  # fmt: skip
+def test_a_webhook_that_could_get_nothing_is_refused(wishes: Wishes, url: str, param: str) -> None:
+    with pytest.raises(InvalidWebhook) as caught:
+        add_webhook(name="chat", url=url, wishes=wishes, actor=ACTOR)
+    assert caught.value.param == param
+
+
+def test_what_a_webhook_gets_can_be_changed_and_is_audited_once() -> None:
+    add_webhook(name="chat", url="https://example.com/x", actor=ACTOR)
+    for _ in range(2):
+        change_webhook(name="chat", wishes=Wishes(format="slack", takes_alerts=True, least_severity=1), actor=ACTOR)
+    event = AuditEvent.objects.get(action="webhook.change")
+    assert event.detail == {"format": "slack", "least_severity": 1, "takes_alerts": True}
+    boss = Client()
+    boss.force_login(User.objects.create_superuser("boss"))
+    page = boss.get(f"/admin/governance/webhookendpoint/{WebhookEndpoint.objects.get().pk}/change/").content.decode()
+    assert "alerts (impaired), approvals, events" in page
