@@ -332,6 +332,7 @@ NODE_TRAFFIC = "gateway.services.requests.read_traffic_of_node"
 NODE_MODEL_FIT = "gateway.services.compatibility.explain_misfit"
 # Who knows what gateways still run on a draining node.
 NODE_DRAIN_FACTS = "gateway.services.requests.read_drain_facts"
+NODE_REQUESTS = "gateway.services.node_requests.read_node_requests"
 
 # What templates/admin says of the skin is not said here: colours are in shell.css, the sidebar is controlplane.navigation.
 UNFOLD = {

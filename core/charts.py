@@ -8,7 +8,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from django.utils.formats import date_format, number_format
+from django.utils.functional import Promise
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+RANGES: dict[str, tuple[str | Promise, timedelta]] = {
+    "15min": (gettext_lazy("15 min"), timedelta(minutes=15)),
+    "1h": (gettext_lazy("1 h"), timedelta(hours=1)),
+    "6h": (gettext_lazy("6 h"), timedelta(hours=6)),
+    "24h": (gettext_lazy("24 h"), timedelta(hours=24)),
+    "7d": (gettext_lazy("7 d"), timedelta(days=7)),
+    "30d": (gettext_lazy("30 d"), timedelta(days=30)),
+}
+"""How far back a page can look, by what its address says: the label, and how long that is."""
 
 Unit = Literal["requests", "tokens", "ms", "MiB", "%", "W", "°C", ""]
 Kind = Literal["bars", "lines", "areas"]
@@ -16,8 +28,14 @@ Colour = Literal[
     "good", "refused", "fault", "cancelled", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"
 ]
 """A custom property ``--mst-line-…`` of ``muster/chart.css``, in a light and a dark palette."""
+
 _COUNTED = ("requests", "tokens")
 """Units whose values add up, and of which none means that nothing happened."""
+
+
+def choose_range(name: str) -> str:
+    """Return the name of a range that an address asks for, of an hour where it asks for none that there is."""
+    return name if name in RANGES else "1h"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +131,12 @@ def print_value(value: float, unit: Unit) -> str:
     return f"{number}\u00a0{sign}" if sign else number
 
 
-def draw_sparkline(values: Sequence[float | None], *, width: int, height: int) -> str:
-    """Return the path of a small line without axes, for the ``d`` of an SVG path: from zero up, with gaps where None is."""
-    top = max((value for value in values if value is not None), default=0) or 1
+def draw_sparkline(values: Sequence[float | None], *, width: int, height: int, top: float = 0) -> str:
+    """Return the path of a small line without axes, for the ``d`` of an SVG path: from zero up, with gaps where None is.
+
+    ``top``: what the upper edge stands for; 0 = the highest value.
+    """
+    top = top or max((value for value in values if value is not None), default=0) or 1
     pitch = width / max(1, len(values) - 1)
     path, is_apart = [], True
     for index, value in enumerate(values):

@@ -333,6 +333,20 @@ class NodeLimits:
     ejection_links_s: float = bound(60.0, "s", "An older link of a node no longer counts against it.")
     ejection_shown_s: float = bound(300.0, "s", "An ejection that is over is no longer shown as being tried.")
 
+    # Pages
+    page_nodes: int = bound(50, "nodes", "Further nodes are on the next page of the list.")
+    page_events: int = bound(50, "events", "Older events of a node are on the next page.")
+    page_chips: int = bound(3, "models", "Further models of a node are counted in the list.")
+    bulk_nodes: int = bound(200, "nodes", "A change of more nodes at once is refused.")
+    # A node that comes back enrols anew.
+    dead_node_s: float = bound(
+        30 * 86_400.0,
+        "s",
+        "A node that was not heard for so long is removed; its requests keep its name.",
+        setting="MUSTER_DEAD_NODE_S",
+        minimum=3_600.0,
+    )
+
     # GPUs: one row each, written by the sweep
     gpu_refresh_s: float = bound(9.0, "s", "A GPU that was reported is written again.")
     gpu_batch: int = bound(1_000, "nodes", "The GPUs of further nodes are written with the next statement.")
@@ -883,6 +897,9 @@ class GatewayLimits:
     page_bar_percent: float = bound(0.3, "%", "A shorter stretch of a request's time is drawn as wide as this.")
     page_export_batch: int = bound(2_000, "rows", "The further rows of a file are read with another statement.")
     page_export_rows: int = bound(100_000, "rows", "A file of requests or of usage is cut there, and its last line says so.")
+    page_node_requests: int = bound(20, "requests", "The page of a node shows no more of the newest ones.")
+    page_node_recent_s: float = bound(86_400.0, "s", "The page of a node shows no older ones.")
+    page_recent_records: int = bound(5000, "records", "The filter of nodes looks at no more.")
     page_exact_rows: int = bound(10_000, "rows", "A longer list shows an estimate of its length.")
     page_body_chars: int = bound(100_000, "bytes", "A longer kept answer is cut on its page, and not indented.")
     page_models: int = bound(100, "models", "A page of the list of models has no more rows.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -136,6 +136,13 @@ def find_last_event_at(*, action: str, target: str) -> datetime | None:
 def find_last_event(*, action: str, target: str, detail: Mapping[str, object]) -> AuditEvent | None:
     """Return what was last done to a target with these members among its detail, None = never."""
     return AuditEvent.objects.filter(action=action, target=target, detail__contains=dict(detail)).order_by("-id").first()
+
+
+def list_events(*, targets: Collection[str], before: datetime | None, most: int) -> list[AuditEvent]:
+    """Return what was done to any of these targets, the newest first, from before a time; one query."""
+    rows = AuditEvent.objects.filter(target__in=[target for target in targets if target])
+    rows = rows if before is None else rows.filter(at__lt=before)
+    return list(rows.defer("body").order_by("-pk")[:most])
 
 
 def read_entries_of(op_id: str) -> list[Entry]:

@@ -34,6 +34,7 @@ def _check_functions() -> list[CheckMessage]:
         "empty.",
         "NODE_MODEL_FIT": "Name a function of (model, node_id=, quantization=) that returns why no GPU of the node can run it.",
         "NODE_DRAIN_FACTS": "Name a function of (node id, time) that returns nodes.services.drains.DrainFacts.",
+        "NODE_REQUESTS": "Name a function of (node id, name of a range or nothing) that returns NodeRequests of conditions.",
     }
     problems: list[CheckMessage] = []
     for setting, hint in hints.items():

@@ -16,7 +16,7 @@ from nodes.services.figures import follow_uptime
 from nodes.services.gpus import follow_gpus
 from nodes.services.history import roll_up_history, sample_gpus
 from nodes.services.logs import forget_logs
-from nodes.services.nodes import probe_direct_nodes
+from nodes.services.nodes import probe_direct_nodes, remove_dead_nodes
 from nodes.services.tickets import renew_ticket_key
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,10 @@ def tell_reloads() -> None:
 
 @shared_task(name="nodes.tasks.renew_ticket_key")  # type: ignore[untyped-decorator]  # Celery ships no types
 def renew_key() -> None:
-    """Replace a ticket key that is old, forget CAs that hold no more. Idempotent; the next one makes up for a lost task."""
+    """Replace a ticket key that is old, forget CAs that hold no more and dead nodes. The next one makes up for a lost task."""
     drop_authorities()
+    if removed := remove_dead_nodes():
+        logger.info("nodes_removed dead=%d", removed)
     if renew_ticket_key():
         logger.info("ticket_key_renewed")
 

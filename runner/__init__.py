@@ -1,3 +1,5 @@
 """The program on a GPU node: dials the gateway, runs or fronts an engine, relays requests. Never imports Django."""
 
-AGENT_VERSION = "0.1.0"
+from wire import RELEASE
+
+AGENT_VERSION = RELEASE

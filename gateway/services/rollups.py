@@ -14,9 +14,8 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from django.db import connection, transaction
-from django.utils.functional import Promise
-from django.utils.translation import gettext_lazy
 
+from core.charts import RANGES as RANGES  # noqa: PLC0414  # what reads sums reads them over one of these
 from core.limits import limits
 from gateway.models import RequestDay, RequestHour, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery
 from gateway.services.usage import find_horizon
@@ -250,16 +249,6 @@ def _align(moment: datetime, step: timedelta) -> datetime:
 
 
 # Reading
-
-RANGES: dict[str, tuple[str | Promise, timedelta]] = {
-    "15min": (gettext_lazy("15 min"), timedelta(minutes=15)),
-    "1h": (gettext_lazy("1 h"), timedelta(hours=1)),
-    "6h": (gettext_lazy("6 h"), timedelta(hours=6)),
-    "24h": (gettext_lazy("24 h"), timedelta(hours=24)),
-    "7d": (gettext_lazy("7 d"), timedelta(days=7)),
-    "30d": (gettext_lazy("30 d"), timedelta(days=30)),
-}
-"""How far back a page can look, by what its address says: the label, and how long that is."""
 
 
 def read_counted_until() -> datetime | None:

@@ -140,6 +140,25 @@ class OperationView:
 
 
 @dataclass(frozen=True, slots=True)
+class RunOnNode:
+    """A carrying-out on one node, for that node's page. ``op_id``: the operation's, printed; ``ended_at`` None = it runs.
+
+    ``model``: what it is about, empty = no model, or nobody can read what was signed.
+    """
+
+    op_id: str
+    operation: str
+    model: str
+    state: RunState
+    percent: int | None
+    code: str
+    message: str
+    started_by: str
+    queued_at: datetime
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class Inbox:
     """What a person sees first."""
 
@@ -205,6 +224,35 @@ def list_underway(operation: str, *, recent_s: float) -> list[Underway]:
             own = tuple(run for run in row.runs.all() if run.use == last)
             found.append(Underway(summarise(row), row.read_statement().params, asked, own))
     return found
+
+
+def list_open_runs(node_id: uuid.UUID) -> list[RunOnNode]:
+    """Return what a node is given to carry out now; one query."""
+    return _list_runs(OperationRun.objects.filter(node_id=node_id, ended_at=None))
+
+
+def list_runs_of_node(node_id: uuid.UUID, *, before: datetime | None, most: int) -> list[RunOnNode]:
+    """Return what a node was given to carry out, the newest first, from before a time; one query."""
+    runs = OperationRun.objects.filter(node_id=node_id)
+    runs = runs if before is None else runs.filter(queued_at__lt=before)
+    return _list_runs(runs.order_by("-queued_at")[:most])
+
+
+def _list_runs(runs: QuerySet[OperationRun]) -> list[RunOnNode]:
+    return [
+        RunOnNode(
+            run.operation.printed_id, run.operation.operation, _model_of(run.operation), RunState(run.state), run.percent,
+            run.code, run.message, run.started_by, run.queued_at, run.ended_at,
+        )
+        for run in runs.select_related("operation")
+    ]  # fmt: skip
+
+
+def _model_of(operation: Operation) -> str:
+    try:
+        return str(operation.read_statement().params.get("modelId") or "")
+    except ApprovalError:
+        return ""
 
 
 def count_waiting_for(user: User) -> int:

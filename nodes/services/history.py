@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -14,7 +13,6 @@ from django.db import connection, transaction
 from core.limits import limits
 from nodes.models import GpuMinute, GpuMoment, GpuSample, GpuTenMinutes, read_clock
 
-WIDTH, HEIGHT = 720, 60
 FLEET = uuid.UUID(int=0)
 """In the place of a GPU: all that were heard together. Load is their mean, temperature the highest, the rest their sum."""
 
@@ -32,7 +30,6 @@ class _Level:
     """A table of the history: what a row of it stands for, and how long it is kept."""
 
     model: type[GpuMoment]
-    title: str
     step_s: float
     kept_s: float
 
@@ -40,9 +37,9 @@ class _Level:
 def _levels() -> dict[Span, _Level]:
     policy = limits().nodes
     return {
-        Span.HOURS: _Level(GpuSample, "Last 2 hours", policy.history_sample_s, policy.history_samples_s),
-        Span.DAYS: _Level(GpuMinute, "Last 2 days", timedelta(minutes=1).total_seconds(), policy.history_minutes_s),
-        Span.MONTH: _Level(GpuTenMinutes, "Last 30 days", timedelta(minutes=10).total_seconds(), policy.history_tens_s),
+        Span.HOURS: _Level(GpuSample, policy.history_sample_s, policy.history_samples_s),
+        Span.DAYS: _Level(GpuMinute, timedelta(minutes=1).total_seconds(), policy.history_minutes_s),
+        Span.MONTH: _Level(GpuTenMinutes, timedelta(minutes=10).total_seconds(), policy.history_tens_s),
     }
 
 
@@ -211,53 +208,3 @@ def read_history(gpu_id: uuid.UUID, span: Span) -> History:
     rows = level.model._default_manager.filter(gpu_id=gpu_id, at__gte=since).order_by("at")  # noqa: SLF001  # as above
     columns = Moment.__slots__
     return History(span, level.step_s, tuple(Moment(*row) for row in rows.values_list(*columns)))
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One figure over time. ``lines``: points of each stretch without a gap, as SVG writes them."""
-
-    label: str
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LineChart:
-    """Figures over one span, each on an axis from 0 to 100 %."""
-
-    title: str
-    series: tuple[Series, ...]
-    width: int = WIDTH
-    height: int = HEIGHT
-
-
-def draw_history(history: History, *, now: datetime, vram_mb: int | None) -> LineChart:
-    """Return the chart of a history: the load, and the memory in use where it is known how much there is."""
-    level = _levels()[history.span]
-    shares: list[tuple[str, Callable[[Moment], float | None]]] = [("load", lambda one: one.load_percent)]
-    if vram_mb:
-        shares.append(("memory", lambda one: None if one.vram_used_mb is None else 100 * one.vram_used_mb / vram_mb))
-    series = []
-    for name, read in shares:
-        known = [(one.at, value) for one in history.moments if (value := read(one)) is not None]
-        if known:
-            mean, most = sum(value for _, value in known) / len(known), max(value for _, value in known)
-            label = f"{name}, {level.title.lower()}: {mean:.0f} % on average, at most {most:.0f} %"
-            series.append(Series(label, tuple(_draw_lines(known, level, now=now))))
-    return LineChart(level.title, tuple(series))
-
-
-def _draw_lines(known: Sequence[tuple[datetime, float]], level: _Level, *, now: datetime) -> Iterator[str]:
-    together = -(-len(known) * 2 // WIDTH)  # rows for one point: more than half as many points as units are not seen
-    stretch: list[str] = []
-    before: datetime | None = None
-    for first in range(0, len(known), together):
-        part = known[first : first + together]
-        at, percent = part[0][0], sum(value for _, value in part) / len(part)
-        if before is not None and (at - before).total_seconds() > 3 * together * level.step_s:
-            yield " ".join(stretch)
-            stretch = []
-        x = WIDTH * (1 - (now - at).total_seconds() / level.kept_s)
-        stretch.append(f"{x:.1f},{HEIGHT * (1 - min(percent, 100.0) / 100):.1f}")
-        before = at
-    yield " ".join(stretch)

@@ -22,6 +22,7 @@ from django.utils.module_loading import import_string
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
+from governance.operations.queries import list_open_runs
 from nodes.addresses import DirectTarget, build_request, make_trust, resolve_direct_target
 from nodes.errors import (
     ApiKeyUnreadable,
@@ -33,7 +34,22 @@ from nodes.errors import (
     NodeNotFound,
     ProviderUnavailable,
 )
-from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach, read_clock, save_changes, seal_api_key
+from nodes.models import (
+    GpuMinute,
+    GpuSample,
+    GpuTenMinutes,
+    Node,
+    NodeCredential,
+    NodePresence,
+    ProviderState,
+    Reach,
+    clock_of,
+    presence_of,
+    read_clock,
+    save_changes,
+    seal_api_key,
+    with_clock,
+)
 from nodes.reports import Capabilities, find_endpoints, read_capabilities, store_endpoints
 from nodes.services.availability import explain_unreachable, judge_status, should_drain
 from nodes.services.certificates import find_authorities
@@ -260,6 +276,52 @@ def _check_api_key(text: str) -> None:
             f"api_key must be at most {limits().nodes.api_key_chars} printable ASCII characters without spaces.",
             param="api_key",
         )
+
+
+def is_removable(node: Node) -> bool:
+    """Whether a node may be removed: it is offline, for whatever it was asked to do. It is asked of the row as it was read."""
+    return judge_status(node, now=clock_of(node)) is NodeStatus.OFFLINE
+
+
+@transaction.atomic
+def remove_node(*, node_id: uuid.UUID, actor: str) -> None:
+    """Forget a node that is offline and has nothing to carry out, with the history of its GPUs; records keep its name.
+
+    A credential that was bound to it enrols one node from now on. Raises NodeNotFound, BadRequest.
+    """
+    node = with_clock(Node.objects.select_for_update(of=("self",))).select_related("presence").filter(pk=node_id).first()
+    if node is None:
+        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+    if not is_removable(node):
+        raise BadRequest(f"{node.name} is not offline: stop its program first.", param="node_id")
+    if list_open_runs(node.pk):
+        raise BadRequest(f"{node.name} has an operation under way: wait until it has ended.", param="node_id")
+    node.bound_credentials.update(node=None, updated_at=clock.now())
+    gpus = list(node.gpus.values_list("pk", flat=True))
+    heard_at = presence_of(node).last_heartbeat_at
+    detail = {"name": node.name, "heard_at": heard_at.isoformat() if heard_at is not None else ""}
+    record_event(actor=actor, action="node.remove", target=node.printed_id, detail=detail)
+    for moments in (GpuSample, GpuMinute, GpuTenMinutes):
+        moments.objects.filter(gpu_id__in=gpus).delete()
+    node.delete()
+    publish_hint("nodes", str(node_id))
+
+
+def remove_dead_nodes() -> int:
+    """Remove the nodes that were not heard for ``dead_node_s``; return how many. Idempotent."""
+    since = read_clock() - timedelta(seconds=limits().nodes.dead_node_s)
+    heard = Q(presence__last_heartbeat_at__lt=since) | Q(presence__last_heartbeat_at=None, created_at__lt=since)
+    removed = 0
+    for node_id, name in Node.objects.filter(heard, updated_at__lt=since).values_list("pk", "name")[
+        : limits().nodes.bulk_nodes
+    ]:
+        try:
+            remove_node(node_id=node_id, actor="system:sweep")
+        except NodeError as error:  # it has just come back, or has something to carry out
+            logger.info("node.not_removed node=%s reason=%s", name, error.message)
+        else:
+            removed += 1
+    return removed
 
 
 @transaction.atomic

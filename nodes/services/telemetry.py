@@ -11,7 +11,7 @@ from datetime import datetime
 import msgspec
 
 from core.limits import limits
-from nodes.models import Node, NodePresence, ProviderState, clock_of, heartbeat_age_s, presence_of, with_clock
+from nodes.models import Node, NodePresence, clock_of, heartbeat_age_s, presence_of, with_clock
 from nodes.reports import read_replicas, read_stored
 from nodes.states import Freshness, judge_freshness
 from wire.bridge import RESERVED, GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
@@ -66,16 +66,14 @@ class NodeTelemetry:
     avg_wait_ms: int | None
 
     @property
+    def available_count(self) -> int:
+        """How many models could be loaded, those included that no page names."""
+        return len(self.available) + self.available_beyond
+
+    @property
     def says_something(self) -> bool:
         """Whether the node reports models or memory at all; bridge v1 workers do not."""
         return bool(self.loaded or self.changing or self.failed or self.reserved or self.available or self.memory or self.gpus)
-
-
-def read_telemetry(node_id: uuid.UUID) -> NodeTelemetry | None:
-    """Return the telemetry of a node in one query; None when there is no such node."""
-    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence")
-    node = with_clock(rows).filter(pk=node_id).first()
-    return describe_telemetry(node, now=clock_of(node)) if node is not None else None
 
 
 def read_telemetries(node_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, NodeTelemetry]:

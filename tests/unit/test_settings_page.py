@@ -117,6 +117,7 @@ MUSTER_NODE_CERTIFICATE_DAYS
 MUSTER_AGENT_JWKS | empty | Keys whose holders may name [agents](fleet.md#agents) by a JWT: a JWK set, as a file or a URL
 MUSTER_RECLAIM_GRACE_S
 MUSTER_DRAIN_TIMEOUT_S
+MUSTER_DEAD_NODE_S
 MUSTER_WORKER_AUTH_FAILURES
 MUSTER_WORKER_AUTH_BLOCK_S
 MUSTER_ALLOW_QUERY_SECRET | on | Accept `?worker_secret=`, as old workers send it
