@@ -25,10 +25,10 @@ from core.limits import limits
 from core.models import User
 from governance.errors import NotFound
 from governance.operations.queries import read_operation
-from governance.signin import find_living, may_act
+from governance.signin import find_living, find_read_only, may_act
 from governance.states import RunState
 from governance.web.operations import render_live
-from nodes.services.telemetry import read_telemetry
+from nodes.pages import find_head
 from wire import clock
 
 Pushed = dict[str, Any]
@@ -136,18 +136,30 @@ class OverviewConsumer(PushConsumer):
 
 
 class NodePageConsumer(PushConsumer):
-    """What the page of one node shows of its models and memory, as the same HTML that the page came with."""
+    """What the page of one node shows of its state, models and memory, as the same HTML that the page came with."""
 
     def may_look(self, user: User) -> bool:
         return user.has_perm("nodes.view_node") or user.has_perm("nodes.change_node")
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
-        """Return the state of the node, more often while a model is loaded."""
-        telemetry = read_telemetry(self.scope["url_route"]["kwargs"]["node_id"])
-        if telemetry is None:
+        """Return the state of the node, more often while a model is loaded or a drain runs."""
+        found = find_head(self.scope["url_route"]["kwargs"]["node_id"])
+        if found is None:
             return {"html": ""}, limits().console.push_s
-        html = render_to_string("admin/muster/node_state.html", {"telemetry": telemetry})
-        return {"html": html}, limits().console.push_changes_s if telemetry.changing else limits().console.push_s
+        node, head = found
+        page = {
+            "original": node,
+            "head": head,
+            "telemetry": head.telemetry,
+            "may_change": request.user.has_perm("nodes.change_node"),
+            "read_only": find_read_only(request),
+        }
+        pushed = {
+            "head": render_to_string("admin/muster/node_head.html", page),
+            "html": render_to_string("admin/muster/node_state.html", page),
+        }
+        is_moving = head.telemetry.changing or node.draining
+        return pushed, limits().console.push_changes_s if is_moving else limits().console.push_s
 
 
 class OperationConsumer(PushConsumer):

@@ -182,7 +182,7 @@ class ShowingAdmin(FindingAdmin):
     """What the rows are for, shown while there is none, as a sentence; and where the first comes from."""
     empty_link: ClassVar[tuple[Text, str] | None] = None
     """Label and name of the URL that leads to the first row, where it is not this list's own *Add*."""
-    actions = None
+    actions: Sequence[str] | None = None
     list_filter_submit = True
     list_after_template = "admin/muster/list_as_of.html"
     change_form_outer_before_template = "admin/muster/row_changes.html"

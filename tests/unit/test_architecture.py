@@ -27,6 +27,7 @@ import nodes.api
 import nodes.consumers
 import nodes.services.credentials
 import wire.credentials
+from wire import RELEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("controlplane", "core", "gateway", "governance", "nodes", "runner", "wire")
@@ -55,7 +56,7 @@ NUMBERS: dict[str, str] = {
     "governance/operations/proposals.py": "_PROPOSER_LOCK",
     "nodes/services/drains.py": "LOCK_KEY",
     "nodes/services/gpus.py": "_LOCK",
-    "nodes/services/history.py": "WIDTH HEIGHT",
+    "nodes/services/charts.py": "_LOAD_SPAN _LOAD_STEP",
     "nodes/services/certificates.py": "_LOCK",
     "nodes/services/tickets.py": "_LOCK",
     # Formats of ours, part of what is stored or sent.
@@ -485,3 +486,7 @@ def test_no_module_that_checks_credentials_writes_sql(module: ModuleType) -> Non
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not used & RAW
+
+
+def test_the_release_that_servers_and_nodes_tell_is_the_one_of_the_package() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == RELEASE

@@ -339,9 +339,13 @@ def test_pages_show_gpus_and_the_page_of_a_node_leads_to_them() -> None:
     gpu = Gpu.objects.get()
     url = reverse("admin:nodes_gpu_change", args=[gpu.pk])
     assert url in client.get(reverse("admin:nodes_node_change", args=[node.pk])).content.decode()
+    listed = client.get(reverse("admin:nodes_gpu_changelist")).content.decode()
+    for text in ("0 · NVIDIA L4", "1000 MiB of 22.5 GiB", "61 °C", "40 %", "ready"):
+        assert text in listed, text
     shown = client.get(url).content.decode()
-    for text in (gpu.printed_id, "NVIDIA L4", "8.9", "1.0 of 22.5 GiB", "61 °C"):
-        assert text in shown
+    for text in (gpu.printed_id, "NVIDIA L4", "8.9", "1000 MiB of 22.5 GiB", "GPU utilisation"):
+        assert text in shown, text
+    assert client.post(url).status_code == 403
     counts = []
     for number in range(3):
         with CaptureQueriesContext(connection) as queries:

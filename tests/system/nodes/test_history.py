@@ -1,4 +1,4 @@
-"""History of GPUs: a sample for each step, summed up once, deleted by age, drawn with its gaps."""
+"""History of GPUs: a sample for each step, summed up once, deleted by age, and its charts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,12 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from core.charts import RANGES
 from governance.admin_tokens import create_admin_token
 from nodes.models import Gpu, GpuMinute, GpuSample, GpuTenMinutes, SweepMark, read_clock
+from nodes.services.charts import chart_gpus
 from nodes.services.gpus import follow_gpus
-from nodes.services.history import (
-    FLEET,
-    History,
-    Moment,
-    Span,
-    draw_history,
-    read_fleet_history,
-    read_history,
-    read_memory,
-    roll_up_history,
-    sample_gpus,
-)
+from nodes.services.history import FLEET, Span, read_fleet_history, read_history, read_memory, roll_up_history, sample_gpus
 from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
 
 pytestmark = pytest.mark.django_db
@@ -144,39 +135,56 @@ def test_what_is_too_old_is_deleted_from_each_level(gpu: Gpu) -> None:
         assert len(read_history(gpu.pk, span).moments) == 1
 
 
-def test_a_chart_breaks_where_nothing_was_reported_and_has_a_bounded_number_of_points() -> None:
+def make_gpus(gpu: Gpu, count: int) -> list[Gpu]:
+    seen = {"first_seen_at": gpu.first_seen_at, "last_seen_at": gpu.last_seen_at, "vram_mb": 1_000}
+    return Gpu.objects.bulk_create(Gpu(id=uuid.uuid4(), node=gpu.node, own_id=f"g{n}", index=n, **seen) for n in range(count))
+
+
+def test_charts_have_a_gap_where_nothing_was_reported_and_split_memory_so_that_it_adds_up(gpu: Gpu) -> None:
     now = read_clock()
+    begins_at = now.replace(microsecond=0) - timedelta(seconds=now.second % 10 + 100)
+    add_samples(gpu.pk, begins_at, 3, vram_used_mb=250, weights_mb=200, kv_mb=100, power_w=70)
+    with CaptureQueriesContext(connection) as queries:
+        load, memory, heat, power = chart_gpus([gpu], "15min", now=now)
+    assert len(queries) == 1
+    assert (len(load.starts), load.step_s, load.lines[0].label) == (90, 10, "GPU 0")
+    assert [value for value in load.lines[0].values if value is not None] == [0.0, 1.0, 2.0]
+    assert load.lines[0].values[-12:-6] == [None, 0.0, 1.0, 2.0, None, None]
+    assert (heat.is_empty, max(value or 0 for value in power.lines[0].values)) == (True, 70)
+    at = load.lines[0].values.index(0.0)
+    parts = {line.label: line.values[at] for line in memory.lines}
+    assert parts == {"weights": 200.0, "KV cache": 50.0, "other": 0.0, "free": 750.0}, "estimates never exceed what is used"
+    assert memory.is_stacked
 
-    def at(ago_s: float, load: float | None = 50.0) -> Moment:
-        return Moment(now - timedelta(seconds=ago_s), load, 500.0, *(None,) * 5)
 
-    moments = (at(100), at(90), at(20), at(10, None))
-    chart = draw_history(History(Span.HOURS, 10.0, moments), now=now, vram_mb=1_000)
-    load, memory = chart.series
-    assert [len(line.split()) for line in load.lines] == [2, 1]
-    assert load.label == "load, last 2 hours: 50 % on average, at most 50 %"
-    assert len(memory.lines) == 2
-    assert [
-        one.label.split(",")[0] for one in draw_history(History(Span.HOURS, 10.0, moments), now=now, vram_mb=None).series
-    ] == ["load"]
-    assert draw_history(History(Span.HOURS, 10.0, ()), now=now, vram_mb=None).series == ()
-    many = tuple(at(7_200 - 10 * number) for number in range(720))
-    (line,) = draw_history(History(Span.HOURS, 10.0, many), now=now, vram_mb=None).series[0].lines
-    assert len(line.split()) == 360
-    for point in line.split():
-        x, y = map(float, point.split(","))
-        assert 0 <= x <= chart.width
-        assert y == chart.height / 2
+def test_charts_of_many_gpus_show_their_mean_and_the_highest_and_add_up_their_memory(gpu: Gpu) -> None:
+    now = read_clock()
+    many = make_gpus(gpu, 9)
+    for number, one in enumerate(many):
+        GpuTenMinutes.objects.create(gpu_id=one.pk, at=now - timedelta(days=2), load_percent=10.0 * number, vram_used_mb=100)
+    load, memory, *_rest = chart_gpus(many, "30d", now=now)
+    assert [(line.label, max(value or 0 for value in line.values)) for line in load.lines] == [
+        ("mean of 9 GPUs", 40.0), ("highest", 80.0),
+    ]  # fmt: skip
+    assert [max(value or 0 for value in line.values) for line in memory.lines] == [0, 0, 900.0, 8_100.0]
+    assert chart_gpus([], "1h", now=now)[0].is_empty
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_every_range_has_about_a_hundred_steps(gpu: Gpu, name: str) -> None:
+    charts = chart_gpus([gpu], name, now=read_clock())
+    assert {len(chart.starts) in range(90, 181) for chart in charts} == {True}
+    assert all(len(line.values) == len(chart.starts) for chart in charts for line in chart.lines)
 
 
 def test_the_page_and_the_api_show_the_history(gpu: Gpu) -> None:
     client = Client()
     client.force_login(get_user_model().objects.create_user("ada", is_staff=True, is_superuser=True))
     url = reverse("admin:nodes_gpu_change", args=[gpu.pk])
-    assert "Last 2 hours: nothing was reported" in client.get(url).content.decode()
+    assert "GPU memory: nothing in this time." in client.get(url).content.decode()
     sample_gpus()
-    shown = client.get(url).content.decode()
-    assert "memory, last 2 hours: 25 % on average, at most 25 %" in shown
+    shown = client.get(url, {"range": "15min"}).content.decode()
+    assert "GPU 0: between 40" in shown
     _, token = create_admin_token(name="ops", actor=ACTOR)
     headers = {"authorization": f"Bearer {token}"}
     path = f"/api/v1/gpus/{gpu.printed_id}/history"
