@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlencode
 
 from django.apps import apps
 from django.contrib import admin
@@ -24,9 +25,13 @@ from django.views.decorators.http import require_safe
 
 from core.limits import limits
 from core.models import User
+from governance.alerts import count_open_problems
 from governance.operations.queries import count_waiting_for
+from governance.signin import may_act
 
 Words = str | Promise
+Listing = Any
+"""A class of ``core.admin_pages``, which is not loaded yet where this module is: its skin ships no types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,9 @@ def count_approvals(request: HttpRequest) -> int:
 
 SEE_MODELS = ("gateway.view_model", "gateway.change_model")
 
+ALERTS = Tab(gettext_lazy("Alerts"), "notifications", "governance.alert")
+"""Also where the bell of the top bar leads."""
+
 ENTRIES = (
     Entry(gettext_lazy("Overview"), "space_dashboard", (
         Tab(gettext_lazy("Overview"), "space_dashboard", "admin:index"),
@@ -128,7 +136,7 @@ ENTRIES = (
         Tab(gettext_lazy("Webhooks"), "webhook", "governance.webhookendpoint"),
     )),
     Entry(gettext_lazy("System"), "monitor_heart", (
-        Tab(gettext_lazy("Alerts"), "notifications", "governance.alert"),
+        ALERTS,
         Tab(gettext_lazy("Silences"), "notifications_off", "governance.alertsilence"),
         Tab(gettext_lazy("Gateways"), "lan", "gateway.gatewayprocess"),
         Tab(gettext_lazy("Audit"), "fact_check", "governance.auditevent"),
@@ -136,18 +144,47 @@ ENTRIES = (
 )  # fmt: skip
 
 
-FOUND_ROWS = (
-    (gettext_lazy("Node"), "dns", "nodes", "node"),
-    (gettext_lazy("GPU"), "memory", "nodes", "gpu"),
-    (gettext_lazy("Model"), "deployed_code", "gateway", "model"),
-    (gettext_lazy("Model alias"), "alt_route", "gateway", "modelalias"),
-    (gettext_lazy("API key"), "key", "gateway", "apikey"),
-    (gettext_lazy("Tenant"), "apartment", "gateway", "tenant"),
-    (gettext_lazy("Person"), "group", "controlplane", "user"),
-    (gettext_lazy("Request"), "receipt_long", "gateway", "requestrecord"),
+ACTIONS = (
+    Tab(gettext_lazy("Add node"), "add_circle", "admin:nodes_nodecredential_add", ("nodes.add_nodecredential",)),
+    Tab(gettext_lazy("New API key"), "key", "admin:gateway_apikey_add", ("gateway.add_apikey",)),
+    Tab(gettext_lazy("New tenant"), "apartment", "admin:gateway_tenant_add", ("gateway.add_tenant",)),
+    Tab(gettext_lazy("Allow a model"), "deployed_code", "admin:gateway_model_add", ("gateway.add_model",)),
+    Tab(gettext_lazy("Invite a person"), "person_add", "admin:controlplane_user_add", ("controlplane.add_user",)),
+    Tab(gettext_lazy("New webhook"), "webhook", "admin:governance_webhookendpoint_add", ("governance.add_webhookendpoint",)),
+    Tab(gettext_lazy("Propose an operation"), "approval", "approvals:propose", is_for_all=True),
+    Tab(gettext_lazy("Freeze all operations"), "ac_unit", "approvals:freeze", is_for_all=True),
+    Tab(gettext_lazy("My keys"), "passkey", "signin:keys", is_for_all=True),
 )
-"""(kind, icon, app, model) of the rows that the search finds, in its order."""
-_REQUEST_ID = re.compile(r"(req_)?[0-9a-z-]{6,36}")
+"""What the search offers to do. What may be done to a row (``core.admin_pages.RowChange``) it offers behind the row's name."""
+LOADS = (
+    (gettext_lazy("Propose a load of %(model)s"), "model-load"),
+    (gettext_lazy("Propose an unload of %(model)s"), "model-unload"),
+)
+"""What may be proposed of a model: its words, and the operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Rows of one admin model that the search finds. ``has_actions``: also what may be done to each."""
+
+    name: Words
+    icon: str
+    app: str
+    model: str
+    has_actions: bool = False
+
+
+FOUND_ROWS = (
+    Kind(gettext_lazy("Node"), "dns", "nodes", "node", has_actions=True),
+    Kind(gettext_lazy("GPU"), "memory", "nodes", "gpu"),
+    Kind(gettext_lazy("Model"), "deployed_code", "gateway", "model"),
+    Kind(gettext_lazy("Model alias"), "alt_route", "gateway", "modelalias"),
+    Kind(gettext_lazy("API key"), "key", "gateway", "apikey", has_actions=True),
+    Kind(gettext_lazy("Tenant"), "apartment", "gateway", "tenant"),
+    Kind(gettext_lazy("Person"), "group", "controlplane", "user"),
+    Kind(gettext_lazy("Request"), "receipt_long", "gateway", "requestrecord"),
+)
+_REQUEST_ID = re.compile(r"(req_)?[0-9a-f-]{12,36}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +203,7 @@ class Shell:
     """What stands around a page.
 
     ``crumbs``: the way to it, the page itself last. ``title``: its name for the browser's tab; ``name``: of its entry.
+    ``problems``: the way to what needs attention, and how much that is.
     """
 
     entries: tuple[Link, ...] = ()
@@ -174,6 +212,7 @@ class Shell:
     heading: Words = ""
     title: Words = ""
     name: Words = ""
+    problems: Link | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +246,11 @@ def read_shell(request: HttpRequest | None, page: Mapping[str, Any]) -> Shell:
     row = page.get("original")
     heading = str(row) if isinstance(row, Model) else title
     if place is None:
-        crumbs = (Link(heading),) if heading else ()
-        return Shell(tuple(entries), crumbs=crumbs, heading=heading, title=heading)
-    return place.show(tuple(entries), heading)
+        shell = Shell(crumbs=(Link(heading),) if heading else (), heading=heading, title=heading)
+    else:
+        shell = place.show(heading)
+    problems = Link(ALERTS.label, ALERTS.url, ALERTS.icon, count=count_open_problems()) if ALERTS.is_for(request) else None
+    return replace(shell, entries=tuple(entries), problems=problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +262,7 @@ class _Place:
     here: Tab
     current: str
 
-    def show(self, entries: tuple[Link, ...], heading: str) -> Shell:
+    def show(self, heading: str) -> Shell:
         tabs = tuple(Link(tab.label, tab.url, tab.icon, self.current if tab is self.here else "") for tab in self.visible)
         name, label, is_front = str(self.entry.label), str(self.here.label), self.current == "page"
         crumbs = [Link(name, self.visible[0].url)]
@@ -230,9 +271,8 @@ class _Place:
         if not is_front and heading:
             crumbs.append(Link(heading))
         return Shell(
-            entries,
-            tabs if len(tabs) > 1 else (),
-            (*crumbs[:-1], Link(crumbs[-1].label)),
+            tabs=tabs if len(tabs) > 1 else (),
+            crumbs=(*crumbs[:-1], Link(crumbs[-1].label)),
             heading=label if is_front else heading,
             title=label if is_front or not heading else f"{heading} | {label}",
             name=name,
@@ -240,25 +280,77 @@ class _Place:
 
 
 def find_entries(request: HttpRequest, text: str) -> list[Found]:
-    """Return the pages whose title holds ``text``, then rows that the lists find for it; one query for each kind of row."""
+    """Return pages and actions whose words begin as those of ``text`` do, then rows that the lists find for it.
+
+    Without a text: every page and action. With one: a query for each kind of row, and those of what may be done to it.
+    """
     term = text.replace("\x00", "").strip()[: limits().console.search_chars]
-    asked = term.lower()
-    if not asked:
-        return []
-    tabs = [tab for entry in ENTRIES for tab in entry.tabs if asked in str(tab.label).lower() and tab.is_for(request)]
-    found = [Found(str(tab.label), _("Page"), tab.url, tab.icon) for tab in tabs]
-    for kind, icon, app, model in FOUND_ROWS:
-        # Requests are many, and words other than an id would be searched in all of them.
-        if model == "requestrecord" and not _REQUEST_ID.fullmatch(asked):
-            continue
-        listing = admin.site.get_model_admin(apps.get_model(app, model))
+    pages = [tab for entry in ENTRIES for tab in entry.tabs if _is_meant(tab, term) and tab.is_for(request)]
+    found = [Found(str(tab.label), _("Page"), tab.url, tab.icon) for tab in pages]
+    actions = [action for action in ACTIONS if _is_meant(action, term) and action.is_for(request)]
+    found += [Found(str(action.label), _("Action"), action.url, action.icon) for action in actions]
+    if not term or not getattr(request.user, "is_staff", False):
+        return found
+    verb, _space, rest = term.partition(" ")
+    for kind in FOUND_ROWS:
+        listing = admin.site.get_model_admin(apps.get_model(kind.app, kind.model))
         if not listing.has_view_permission(request):
             continue
-        rows, _is_distinct = listing.get_search_results(request, listing.get_queryset(request), term)
-        page = f"admin:{app}_{model}_change"
-        shown = rows[: limits().console.search_rows]
-        found += [Found(str(row), str(kind), reverse(page, args=[row.pk]), icon) for row in shown]
+        rows = _search(listing, request, kind, term)
+        found += [Found(str(row), str(kind.name), _locate(kind, row), kind.icon) for row in rows]
+        if kind.model == "model":
+            models = rows or (_search(listing, request, kind, rest.split(" ")[-1]) if rest else [])
+            found += _offer_loads(request, models)
+        elif kind.has_actions and may_act(request):
+            found += _offer_changes(listing, request, kind, rows, verb=verb.lower(), rest=rest.strip())
     return found
+
+
+def _is_meant(tab: Tab, term: str) -> bool:
+    """Return whether each word of the term begins a word of the tab's name."""
+    words = str(tab.label).lower().split()
+    return all(any(word.startswith(part) for word in words) for part in term.lower().split())
+
+
+def _search(listing: Listing, request: HttpRequest, kind: Kind, term: str) -> list[Model]:
+    # Requests are many, and words other than an id would be searched in all of them.
+    if kind.model == "requestrecord" and not _REQUEST_ID.fullmatch(term.lower()):
+        return []
+    rows, _is_distinct = listing.get_search_results(request, listing.get_queryset(request), term)
+    return list(rows[: limits().console.search_rows])
+
+
+def _offer_changes(
+    listing: Listing, request: HttpRequest, kind: Kind, rows: Sequence[Model], *, verb: str, rest: str
+) -> list[Found]:
+    """Return what may be done to rows: to the one that was found, or, where the text begins with a verb, that to the others."""
+    is_verb = any(str(change.label).lower().startswith(verb) for change in listing.row_changes)
+    if len(rows) == 1:
+        verb = ""
+    elif rows or not is_verb:
+        return []
+    else:
+        rows = _search(listing, request, kind, rest)
+    words = _("%(change)s %(row)s")
+    return [
+        Found(words % {"change": link.label, "row": row}, _("Action"), link.url, kind.icon)
+        for row in rows
+        for link in listing.list_links(request, row)
+        if str(link.label).lower().startswith(verb)
+    ]
+
+
+def _offer_loads(request: HttpRequest, models: Sequence[Model]) -> list[Found]:
+    return [
+        Found(str(words) % {"model": model}, _("Action"), f"{reverse('approvals:propose')}?{query}", "approval")
+        for model in models[:1]
+        for words, operation in LOADS
+        for query in [urlencode({"operation": operation, "modelId": str(model)})]
+    ]
+
+
+def _locate(kind: Kind, row: Model) -> str:
+    return reverse(f"admin:{kind.app}_{kind.model}_change", args=[row.pk])
 
 
 @require_safe

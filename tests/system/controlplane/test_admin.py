@@ -108,7 +108,7 @@ def test_a_look_for_problems_takes_as_many_queries_for_many_rows_as_for_few() ->
 
 
 def search(client: Client, text: str) -> str:
-    return client.get(reverse("admin:search"), {"s": text, "extended": "1"}).content.decode()
+    return client.get(reverse("palette"), {"s": text}).content.decode()
 
 
 def test_an_operator_finds_only_what_they_may_look_at() -> None:

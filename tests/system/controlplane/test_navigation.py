@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 
 import pytest
 from django.contrib.auth.models import Permission
@@ -15,16 +16,19 @@ from django.urls import resolve, reverse
 
 from controlplane.navigation import ENTRIES, Tab
 from core.models import User
+from gateway.services.models import allow_model
 from governance.operations.queries import count_waiting_for
 from governance.web.pages import STRICT_POLICY
 from tests.fakes.governed_team import make_governed, propose_token
-from tests.fakes.nodes import make_node
+from tests.fakes.nodes import ACTOR, make_key, make_node, make_record
+from wire import clock
 
 pytestmark = pytest.mark.django_db
 
 TABS = [(str(entry.label), tab) for entry in ENTRIES for tab in entry.tabs]
-SHELL_QUERIES = 4
-"""What waits for the person, the freeze, the policy that makes a session look only, and the person's passkeys."""
+SHELL_QUERIES = 5
+"""What waits for the person, open problems, the freeze, and whether the session may only look and why: passkeys are read for
+one that may."""
 
 
 def sign_in(name: str, *permissions: str, is_staff: bool = False, is_superuser: bool = False) -> Client:
@@ -86,6 +90,8 @@ def test_a_person_sees_no_entry_of_pages_that_are_not_for_them(
 
 def test_what_stands_around_a_page_takes_few_queries_however_much_waits(rf: RequestFactory) -> None:
     team = make_governed()
+    team[1].user.is_staff = True
+    team[1].user.user_permissions.add(Permission.objects.get(codename="view_alert"))
     request: HttpRequest = rf.get(reverse("approvals:inbox"))
     request.user, request.session, request.resolver_match = team[1].user, Client().session, resolve(request.path)
     team[1].user.has_perm("nodes.view_node")  # asked by every page that is guarded
@@ -109,3 +115,48 @@ def test_an_error_page_keeps_the_navigation(path: str, status: int) -> None:
     assert [text for text, _ in read_links(page, 'id="sidebar"')] == ["Overview", "Approvals"]
     assert len(re.findall("<h1[ >]", page)) == 1
     assert response["Content-Security-Policy"] == STRICT_POLICY
+
+
+def find(client: Client, text: str) -> list[tuple[str, str, str]]:
+    """Return (title, kind, address) of what the palette finds."""
+    page = unescape(client.get(reverse("palette"), {"s": text}).content.decode())
+    return [
+        (title, kind, href)
+        for href, title, kind in re.findall(r'href="(.*?)".*?mst-name">(.*?)</span><small>(.*?)</small>', page, re.DOTALL)
+    ]
+
+
+def test_the_palette_finds_pages_rows_and_what_may_be_done() -> None:
+    client = sign_in("ada", is_staff=True, is_superuser=True)
+    nodes, record = [make_node(name) for name in ("rack-1", "rack-2")], make_record(finished_at=clock.now())
+    make_key("ci-bot", tenant="research")
+    allow_model(name="llama-3", actor=ACTOR)
+    every_page = [str(tab.label) for _, tab in TABS]
+    assert [title for title, kind, _ in find(client, "") if kind == "Page"] == every_page
+    drain = reverse("admin:nodes_node_confirm", args=[nodes[1].pk, "drain"])
+    assert ("Drain rack-2", "Action", drain) in find(client, "drain rack-2")
+    assert {title for title, kind, _ in find(client, "drain ra") if kind == "Action"} == {"Drain rack-1", "Drain rack-2"}
+    assert {
+        ("Drain rack-2", "Action", drain),
+        ("rack-2", "Node", reverse("admin:nodes_node_change", args=[nodes[1].pk])),
+    } <= set(find(client, "rack-2"))
+    assert {kind for _, kind, _ in find(client, "rack")} == {"Node"}
+    assert ("New API key", "Action", reverse("admin:gateway_apikey_add")) in find(client, "new key")
+    assert ("ci-bot", "API key") in [found[:2] for found in find(client, "ci-bot")]
+    assert ("research", "Tenant") in [found[:2] for found in find(client, "research")]
+    propose = "/approvals/propose?operation=model-load&modelId=llama-3"
+    assert ("Propose a load of llama-3", "Action", propose) in find(client, "load llama-3")
+    request = ("Request", reverse("admin:gateway_requestrecord_change", args=[record.pk]))
+    for text in (record.printed_id, str(record.pk), record.printed_id[-12:]):
+        assert [found[1:] for found in find(client, text)] == [request], text
+    assert find(client, "nothing of the kind") == []
+
+
+def test_the_palette_offers_nothing_that_is_not_for_the_person() -> None:
+    make_node("rack-2")
+    assert {title for title, _, _ in find(sign_in("eve"), "")} == {
+        "Approvals", "History", "Policy", "Propose an operation", "Freeze all operations", "My keys",
+    }  # fmt: skip
+    assert find(sign_in("bob", "view_node"), "rack") == []
+    assert [found[:2] for found in find(sign_in("cleo", "view_node", is_staff=True), "rack-2")] == [("rack-2", "Node")]
+    assert Client().get(reverse("palette"), {"s": "rack"}).status_code == 302
