@@ -274,6 +274,7 @@ def _describe_use(request: HttpRequest, row: Model) -> Context:
     some = list(usable.filter(names, tenant__is_active=True).order_by("tenant__name", "name")[: limits().gateway.page_places])
     return {
         "sums": series.total,
+        "ttft": None if series.total.p50_ms is None else (round(series.total.p50_ms), round(series.total.p95_ms or 0)),
         "charts": draw_charts(row.name, series),
         "ranges": list_ranges(),
         "range": chosen,
