@@ -86,10 +86,7 @@ class PolicyChange(_Local):
         old = found[1] if found else None
         words = policy_words(new.ref.sha256)
         lines = [Line("Version", str(new.ref.version), str(old.ref.version) if old else "none"), Line("Fingerprint", words)]
-        people = sorted(set(new.groups) | (set(old.groups) if old else set()))
-        lines += [Line(f"Approver {person}", _describe_person(new, person), _describe_person(old, person)) for person in people]
-        names = sorted(set(new.classes) | (set(old.classes) if old else set()))
-        lines += [Line(f"To {name}", _describe_class(new, name), _describe_class(old, name)) for name in names]
+        lines += describe_change(old, new)
         return Description(self.write_title({"version": new.ref.version}), lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
@@ -213,6 +210,14 @@ class AdminTokenMint(_Local):
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         # It is left to be claimed: nothing secret passes through rows and workers.
         return Done("The requester can claim the token once, on this page.", {"claimable": True, "name": order.params["name"]})
+
+
+def describe_change(old: Policy | None, new: Policy) -> list[Line]:
+    """Return who and what a policy names, beside the one in force."""
+    people = sorted(set(new.groups) | (set(old.groups) if old else set()))
+    lines = [Line(f"Approver {person}", _describe_person(new, person), _describe_person(old, person)) for person in people]
+    names = sorted(set(new.classes) | (set(old.classes) if old else set()))
+    return [*lines, *(Line(f"To {name}", _describe_class(new, name), _describe_class(old, name)) for name in names)]
 
 
 def _describe_person(policy: Policy | None, person: str) -> str:

@@ -27,7 +27,7 @@ from governance.operations.approvals import (
 from governance.operations.proposals import Proposer, add_operation, hold_proposer, require_few, require_proposer
 from wire import clock
 from wire.ids import new_uuid7
-from wire.optoken.approval import POLICY_CHANGE, ApprovalError, decode_bytes, read_policy
+from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, decode_bytes, read_policy
 from wire.optoken.documents import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy
 
 if TYPE_CHECKING:
@@ -66,33 +66,12 @@ def draft_policy(
     found = active_policy()
     require_proposer(proposer, found[1] if found else None, POLICY_CHANGE)
     require_few(proposer)
-    now = clock.now()
-    wanted = {name: dict(members) for name, members in (classes or DEFAULT_CLASSES).items()}
-    for name, members in wanted.items():
-        members.update(SOLO if is_solo and name != "break-glass" else {})
-        if name in (thresholds or {}):
-            members["threshold"] = (thresholds or {})[name]
-    if unknown := sorted(set(thresholds or {}) - set(wanted)):
-        raise InvalidProposal(f"There is no class {unknown[0]!r}; there are {', '.join(sorted(wanted))}.", param="thresholds")
-    origin = urlsplit(settings.PUBLIC_URL)
-    try:
-        document = build_policy(
-            policy_id=found[1].ref.id if found else f"policy-{new_uuid7().hex}",
-            version=found[1].ref.version + 1 if found else 1,
-            previous=found[1].ref.sha256 if found else "",
-            issued_at=int(now.timestamp()),
-            expires_at=int((expires_at or now + timedelta(seconds=limits().governance.policy_life_s)).timestamp()),
-            origins=[f"{origin.scheme}://{origin.netloc}"],
-            rp_ids=[origin.hostname or "localhost"],
-            log_keys=[str(key) for key in log_keys()],
-            approvers=[_make_approver(choice) for choice in approvers],
-            classes=wanted,
-        )
-    except ApprovalError as error:
-        raise InvalidProposal(f"This policy cannot be used: {error}.", param="approvers") from None
-    policy = read_policy(document)
+    policy = make_policy(
+        approvers=approvers, thresholds=thresholds, classes=classes, is_solo=is_solo, expires_at=expires_at,
+        found=found[1] if found else None,
+    )  # fmt: skip
     row, is_new = PolicyVersion.objects.get_or_create(
-        sha256=policy.ref.sha256, defaults={"version": policy.ref.version, "document": document, "created_by": proposer.name}
+        sha256=policy.ref.sha256, defaults={"version": policy.ref.version, "document": policy.raw, "created_by": proposer.name}
     )
     if not is_new:
         raise InvalidProposal("The very same policy was drafted before; approve that one.", param="approvers")
@@ -110,6 +89,43 @@ def draft_policy(
         policy_row=found[0] if found else row,
         adopts=row,
     )
+
+
+def make_policy(
+    *,
+    approvers: Sequence[ApproverChoice],
+    thresholds: Mapping[str, int] | None,
+    classes: Mapping[str, Mapping[str, object]] | None,
+    is_solo: bool,
+    expires_at: datetime | None,
+    found: Policy | None,
+) -> Policy:
+    """Return what ``draft_policy`` would draft behind the policy ``found``; nothing is stored. Raises InvalidProposal."""
+    now = clock.now()
+    wanted = {name: dict(members) for name, members in (classes or DEFAULT_CLASSES).items()}
+    for name, members in wanted.items():
+        members.update(SOLO if is_solo and name != "break-glass" else {})
+        if name in (thresholds or {}):
+            members["threshold"] = (thresholds or {})[name]
+    if unknown := sorted(set(thresholds or {}) - set(wanted)):
+        raise InvalidProposal(f"There is no class {unknown[0]!r}; there are {', '.join(sorted(wanted))}.", param="thresholds")
+    origin = urlsplit(settings.PUBLIC_URL)
+    try:
+        document = build_policy(
+            policy_id=found.ref.id if found else f"policy-{new_uuid7().hex}",
+            version=found.ref.version + 1 if found else 1,
+            previous=found.ref.sha256 if found else "",
+            issued_at=int(now.timestamp()),
+            expires_at=int((expires_at or now + timedelta(seconds=limits().governance.policy_life_s)).timestamp()),
+            origins=[f"{origin.scheme}://{origin.netloc}"],
+            rp_ids=[origin.hostname or "localhost"],
+            log_keys=[str(key) for key in log_keys()],
+            approvers=[_make_approver(choice) for choice in approvers],
+            classes=wanted,
+        )
+    except ApprovalError as error:
+        raise InvalidProposal(f"This policy cannot be used: {error}.", param="approvers") from None
+    return read_policy(document)
 
 
 def _make_approver(choice: ApproverChoice) -> ApproverEntry:

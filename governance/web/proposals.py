@@ -25,7 +25,7 @@ from governance.operations.approvals import (
 )
 from governance.registry import OffersChoices, OperationKind, find_kind
 from governance.web.pages import approval_page, find_proposer, locate_operation, render_page
-from governance.web.policy import say_needs
+from governance.web.rules import say_needs
 from wire.ids import parse_id
 from wire.optoken.approval import MAX_TARGETS, POLICY_CHANGE, Policy
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from html import unescape
 
 import pytest
 from django.test import Client
-from django.urls import reverse
+from django.urls import reverse, reverse_lazy
 from django.utils import timezone
 
-from governance.models import Operation, OperationRun, SeenMark
+from governance.models import Operation, OperationRun, PolicyVersion, SeenMark
 from governance.operations import decisions
 from governance.operations import policies as freezes
 from governance.operations.queries import read_operation
@@ -32,6 +33,7 @@ from tests.fakes.governed_team import (
     propose_token,
 )
 from wire import clock
+from wire.optoken.documents import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
 
@@ -186,3 +188,109 @@ def test_what_is_missing_is_said_by_name(team: Team) -> None:
     operation = propose_token(team[0])
     team[1].approve(operation)
     assert "1 more of: cleo, dan" in text_of(open_session(team[2].user), page_of(operation))
+
+
+# The editor of the policy
+
+DRAFT = reverse_lazy("approvals:draft_policy")
+
+
+def fill(client: Client, **changes: object) -> dict[str, object]:
+    """What the editor would send as it opens with every key ticked and a number for each operation, and ``changes``."""
+    form = client.get(DRAFT).content.decode()
+    filled: dict[str, object] = dict(re.findall(r'name="(threshold-[^"]+)"[^>]*value="(\d+)"', form))
+    for name, person in re.findall(r'name="(people-[^"]+)" value="(\d+)"', form):
+        filled[name] = [*(filled.get(name) or []), person]  # type: ignore[misc]
+    ticked = re.findall(r'name="key" value="(\d+)"', form)
+    return filled | {"key": ticked, "rules": "1", "preset": "own", "reason": "for the test", **changes}
+
+
+def preview(client: Client, sent: dict[str, object]) -> str:
+    response = client.post(DRAFT, {**sent, "step": "preview"})
+    assert response.status_code == 200
+    return " ".join(unescape(response.content.decode()).split())
+
+
+def test_a_rule_for_some_people_is_a_group_of_theirs_and_opens_as_it_was_made(team: Team) -> None:
+    client, ids = open_session(team[0].user), {member.name: str(member.user.pk) for member in team.members}
+    some = [ids["ben"], ids["cleo"], ids["dan"]]
+    answer = client.post(DRAFT, fill(client, **{"people-model-load": some, "threshold-cache-flush": "1"}))
+    operation = Operation.objects.get(reason="for the test")
+    assert answer.url == page_of(operation)
+    assert operation.adopts is not None
+    drafted = operation.adopts.read_policy()
+    assert (drafted.classes["model-load"].factors, drafted.classes["model-load"].threshold) == ({"model-load": 2}, 2)
+    assert (drafted.classes["cache-flush"].threshold, drafted.classes["model-unload"].factors) == (1, {})
+    assert [name for name, groups in sorted(drafted.groups.items()) if "model-load" in groups] == ["ben", "cleo", "dan"]
+    team.sign(operation)
+    run_due()
+    opened = fill(client)
+    assert (opened["people-model-load"], opened["threshold-cache-flush"]) == (list(ids.values()), "1")
+    form = client.get(DRAFT).content.decode()
+    assert re.findall(r'name="people-model-load" value="(\d+)" checked', form) == some
+    assert 'value="own" checked' in form
+    rules = text_of(client, reverse("approvals:policy"))
+    assert "<strong>Loading a model</strong> needs <strong>2</strong> of ben, cleo, dan, not counting the requester." in rules
+    # Everybody again: the group goes, from the class and from the people.
+    client.post(DRAFT, {**opened, "reason": "all of us"})
+    again = Operation.objects.get(reason="all of us")
+    assert again.adopts is not None
+    policy = again.adopts.read_policy()
+    assert policy.classes["model-load"].factors == {}
+    assert not any(policy.groups.values())
+
+
+def test_presets_make_the_parameters_that_they_say(team: Team) -> None:
+    client = open_session(team[0].user)
+    for preset, thresholds, solo in (("two", (2, 1), False), ("one", (1, 1), False), ("alone", (1, 1), True)):
+        client.post(DRAFT, {**fill(client, preset=preset), "reason": preset})
+        row = Operation.objects.get(reason=preset).adopts
+        assert row is not None
+        classes = row.read_policy().classes
+        assert (classes["model-load"].threshold, classes["node-drain"].threshold) == thresholds
+        assert {found.solo for found in classes.values()} == {solo}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "words"),
+    [
+        ({"threshold-model-load": "4"}, "model-load", "Leave one person to spare: with 4 people at most 3"),
+        ({"threshold-model-load": "5"}, "model-load", "5 must approve, and only 4 can"),
+        ({"threshold-model-load": "3"}, "policy-change", "At least 3: changing the policy must need as many"),
+        ({"threshold-model-load": "many"}, "model-load", "Write a whole number from 1 to 64"),
+        ({"people-model-load": []}, "model-load", "2 must approve, and only 0 can"),
+        ({"key": []}, "", "Choose at least one key of one person"),
+    ],
+    ids=["no spare", "too many", "above the policy", "no number", "nobody", "no keys"],
+)
+def test_what_is_impossible_is_said_beside_the_field_and_nothing_is_drafted(
+    team: Team, changes: dict[str, object], name: str, words: str
+) -> None:
+    client = open_session(team[0].user)
+    sent = fill(client, **changes)
+    said = preview(client, sent)
+    assert words in said
+    assert not name or f'data-fault="{name}"' in said
+    answer = client.post(DRAFT, {**sent, "reason": "kept as typed"})
+    form = " ".join(unescape(answer.content.decode()).split())
+    assert answer.status_code == 400
+    assert words in (form.partition(f'id="fault-{name}"')[2][:300] if name else form)
+    assert "kept as typed</textarea>" in form
+    assert PolicyVersion.objects.count() == Operation.objects.count() == 1
+
+
+def test_the_preview_says_who_could_then_do_what_and_what_differs_and_stores_nothing(team: Team) -> None:
+    client, ben = open_session(team[0].user), str(team[1].user.pk)
+    before = PolicyVersion.objects.count()
+    assert "Nothing yet." in preview(client, fill(client))
+    some = [str(member.user.pk) for member in team.members if str(member.user.pk) != ben]
+    said = preview(client, fill(client, **{"people-model-load": some, "threshold-cache-flush": "1"}))
+    loading = said.partition("Loading a model</th>")[2].partition("</tr>")[0]
+    assert loading.count("needs 2 more") == 4, "three people, and what ben can today"
+    assert re.search(r"may not</span><span class=\"was\">now: needs 2 more", loading)
+    assert "To cache-flush" in said
+    assert "To node-drain" not in said, "only what differs"
+    assert said.partition("Flushing caches</th>")[2].partition("</tr>")[0].count("needs 1 more") == 4
+    alone = preview(client, fill(client, preset="alone"))
+    assert alone.count("⚠") == 4 * len(DEFAULT_CLASSES) - 4, "everybody alone in every class but break-glass, which is left out"
+    assert PolicyVersion.objects.count() == before
