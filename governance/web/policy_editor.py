@@ -346,7 +346,7 @@ def _write_sentence(name: str, number: str, chosen: frozenset[int] | None, peopl
     if chosen is None:
         who = format_html("<span>{}</span>", _("the approvers"))
     said = {"subject": subject, "number": count, "people": who or _("nobody with such a key")}
-    return format_html(_("{subject} needs {number} of {people}, not counting the requester."), **said)
+    return format_html(_("{subject} needs {number} of {people}"), **said)
 
 
 def _read_expiry(text: str) -> datetime | None:

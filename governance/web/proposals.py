@@ -9,11 +9,13 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from django import forms
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 from django.views.decorators.http import require_http_methods
 
 from core.limits import limits
@@ -23,13 +25,17 @@ from governance.operations.approvals import (
     REVIEW,
     active_policy,
 )
-from governance.registry import OffersChoices, OperationKind, find_kind
+from governance.registry import OffersChoices, OperationKind, Request, find_kind
 from governance.web.pages import approval_page, find_proposer, locate_operation, render_page
-from governance.web.rules import say_needs
+from governance.web.rules import say_needs, tell_class
 from wire.ids import parse_id
 from wire.optoken.approval import MAX_TARGETS, POLICY_CHANGE, Policy
 
+if TYPE_CHECKING:
+    from django.utils.functional import _StrOrPromise as StrOrPromise
+
 SENT_BY_US = frozenset({"csrfmiddlewaretoken", "step"})
+LEVELS = ("danger", "caution", "ok")
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
@@ -40,14 +46,17 @@ def propose(request: HttpRequest) -> HttpResponse:
     name = sent.get("operation", "")
     if not name or name == POLICY_CHANGE:
         # As the settings have them: what is asked for every day comes first.
-        kinds = [find_kind(each) for each in settings.OPERATIONS if each != POLICY_CHANGE]
-        return render_page(request, "approvals/propose.html", {"kinds": kinds})
+        kinds = [(find_kind(each), tell_class(each, ())) for each in settings.OPERATIONS if each != POLICY_CHANGE]
+        does_change = tell_class(POLICY_CHANGE, ())
+        return render_page(request, "approvals/propose.html", {"kinds": kinds, "does_change": does_change})
     kind, found = find_kind(name), active_policy()
     policy = found[1] if found else None
     classes = _list_classes(name, policy)
     if request.method != "POST":
         return _show_form(request, kind, ProposalForm(kind, classes, initial=read_prefill(request.GET)))
     form = ProposalForm(kind, classes, request.POST)
+    if request.POST.get("step") == "preview":
+        return _show_impact(request, kind, form, policy)
     if not form.is_valid() or request.POST.get("step") == "edit":
         return _show_form(request, kind, form)
     try:
@@ -74,15 +83,39 @@ def _show_form(request: HttpRequest, kind: OperationKind, form: ProposalForm) ->
 def _show_preview(request: HttpRequest, kind: OperationKind, form: ProposalForm, policy: Policy | None) -> HttpResponse:
     wanted = kind.clean(form.read_targets(), form.read_params())
     rest = form.read_rest()
-    rules = policy.classes.get(rest["op_class"] or kind.name) if policy else None
     context = {
-        "description": kind.describe(wanted.targets, wanted.params),
-        "impacts": kind.preview(wanted.targets, wanted.params),
+        **_describe_impact(kind, wanted, rest["op_class"], policy),
         "reason": rest["reason"],
-        "needed": say_needs(rules, policy) if rules and policy else "There is no policy for this; it cannot be approved.",
         "sent": [(name, value) for name, values in request.POST.lists() if name not in SENT_BY_US for value in values],
     }
     return render_page(request, "approvals/propose_preview.html", context)
+
+
+def _show_impact(request: HttpRequest, kind: OperationKind, form: ProposalForm, policy: Policy | None) -> HttpResponse:
+    """Answer with what it would mean as the form stands, for the panel beside it; what is missing yet is no error there."""
+    # Why it is asked for has no part in that.
+    is_whole = form.is_valid() or set(form.errors) <= {"reason"}
+    context: dict[str, object] = {"is_whole": is_whole}
+    if is_whole:
+        try:
+            wanted = kind.clean(form.read_targets(), form.read_params())
+            context |= _describe_impact(kind, wanted, form.cleaned_data.get("op_class", ""), policy)
+        except GovernanceError as error:
+            context |= {"is_whole": False, "problem": error.message}
+    return render_page(request, "approvals/propose_impact.html", context)
+
+
+def _describe_impact(kind: OperationKind, wanted: Request, op_class: str, policy: Policy | None) -> dict[str, object]:
+    rules = policy.classes.get(op_class or kind.name) if policy else None
+    impacts = sorted(kind.preview(wanted.targets, wanted.params), key=lambda impact: LEVELS.index(impact.level))
+    changes = [impact.memory for impact in impacts if impact.memory is not None]
+    return {
+        "description": kind.describe(wanted.targets, wanted.params),
+        "impacts": impacts,
+        "misfits": [change.node for change in changes if change.fits is False],
+        "fitting": [change.node for change in changes if change.fits],
+        "needed": say_needs(rules, policy) if rules and policy else _("There is no policy for this; it cannot be approved."),
+    }
 
 
 def _send(request: HttpRequest, kind: OperationKind, form: ProposalForm) -> HttpResponse:
@@ -109,7 +142,7 @@ FieldSpec = Mapping[str, Any]  # Any: what each member holds is said at governan
 BY_HAND: FieldSpec = {"name": "", "label": "Parameters", "kind": "json", "required": False, "help": "A JSON object."}
 
 
-def _make_moment(label: str, help_text: str) -> forms.DateTimeField:
+def _make_moment(label: StrOrPromise, help_text: StrOrPromise) -> forms.DateTimeField:
     widget = forms.DateTimeInput({"type": "datetime-local"})
     return forms.DateTimeField(label=label, required=False, widget=widget, help_text=help_text)
 
@@ -118,25 +151,31 @@ class ProposalForm(forms.Form):
     """What, why and how. ``what`` and ``how`` are its fields by the sections of the page."""
 
     reason = forms.CharField(
-        label="Why?",
+        label=gettext_lazy("Why?"),
         max_length=limits().governance.operation_reason_chars,
         widget=forms.Textarea({"rows": 3}),
-        help_text="Approvers read this. Its digest is signed; the text itself is not part of the log.",
+        help_text=gettext_lazy(
+            "Approvers read this. At most 1,000 characters. Its digest is signed; the text itself is not part of the log."
+        ),
     )
-    op_class = forms.ChoiceField(label="Class of the policy", required=False)
-    not_before = _make_moment("Not before (UTC)", "Empty: at once.")
-    not_after = _make_moment("Not after (UTC)", "Empty: as long as the policy allows.")
+    op_class = forms.ChoiceField(label=gettext_lazy("Class of the policy"), required=False)
+    not_before = _make_moment(gettext_lazy("Not before (UTC)"), gettext_lazy("Empty: at once."))
+    not_after = _make_moment(gettext_lazy("Not after (UTC)"), gettext_lazy("Empty: as long as the policy allows."))
     max_uses = forms.IntegerField(
-        label="Uses", min_value=1, max_value=1000, initial=1, help_text="More than one is a standing approval."
+        label=gettext_lazy("Uses"),
+        min_value=1,
+        max_value=limits().governance.operation_uses,
+        initial=1,
+        help_text=gettext_lazy("More than one is a standing approval."),
     )
     stops_on_failure = forms.BooleanField(
-        label="With several targets, stop at the first that fails", required=False, initial=True
+        label=gettext_lazy("With several targets, stop at the first that fails"), required=False, initial=True
     )
 
     def __init__(self, kind: OperationKind, classes: Sequence[str], sent: QueryDict | None = None, **options: Any) -> None:
         super().__init__(sent, **options)
         self.fields["op_class"] = forms.ChoiceField(
-            label="Class of the policy", choices=[(name, name) for name in classes], required=False
+            label=_("Class of the policy"), choices=[(name, name) for name in classes], required=False
         )
         if len(classes) < 2:
             del self.fields["op_class"]
@@ -153,7 +192,7 @@ class ProposalForm(forms.Form):
     def _add_targets(self, offered: Sequence[tuple[str, str]] | None, label: str) -> None:
         if offered is None:
             widget = forms.Textarea({"rows": 2, "class": "mono", "spellcheck": "false"})
-            text = "One on each line, in the order in which they are dealt with. Operations of the control plane need none."
+            text = _("One on each line, in the order in which they are dealt with. Operations of the control plane need none.")
             self._add("targets", forms.CharField(label=label, required=False, widget=widget, help_text=text))
         elif offered:
             field = forms.MultipleChoiceField(label=label, choices=list(offered), widget=forms.CheckboxSelectMultiple)
@@ -201,7 +240,7 @@ class ProposalForm(forms.Form):
         given = self.cleaned_data["targets"]
         targets = [line.strip() for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
         if len(targets) > MAX_TARGETS:
-            raise forms.ValidationError(f"At most {MAX_TARGETS} targets fit into one operation.")
+            raise forms.ValidationError(_("At most %(most)s targets fit into one operation.") % {"most": MAX_TARGETS})
         return targets
 
     def read_targets(self) -> list[str]:
@@ -234,6 +273,9 @@ def _make_field(spec: FieldSpec) -> forms.Field:
     common = {"label": spec["label"], "help_text": spec.get("help", ""), "required": spec.get("required", True)}
     match spec.get("kind", "text"):
         case "number":
+            common["help_text"] = " ".join(
+                filter(None, [str(common["help_text"]), _say_bounds(spec.get("min"), spec.get("max"))])
+            )
             return forms.IntegerField(min_value=spec.get("min"), max_value=spec.get("max"), **common)
         case "checkbox":
             return forms.BooleanField(**{**common, "required": False}, initial=bool(spec.get("initial")))
@@ -250,6 +292,13 @@ def _make_field(spec: FieldSpec) -> forms.Field:
             return forms.CharField(**common)
 
 
+def _say_bounds(least: int | None, most: int | None) -> str:
+    """Return the limit of a number, for beside its field."""
+    if least is not None and most is not None:
+        return _("From %(least)s to %(most)s.") % {"least": least, "most": most}
+    return _("At least %(least)s.") % {"least": least} if least is not None else ""
+
+
 class SelectOrText(forms.MultiWidget):
     """A list, and a text field under it for what the list does not hold; the text counts where there is one."""
 
@@ -257,7 +306,8 @@ class SelectOrText(forms.MultiWidget):
 
     def __init__(self, offered: Sequence[tuple[str, str]], label: str) -> None:
         self._values = {value for value, _ in offered}
-        text = forms.TextInput({"aria-label": f"{label}, by name", "placeholder": f"{label}, by name", "class": "other"})
+        named = _("%(label)s, by name") % {"label": label}
+        text = forms.TextInput({"aria-label": named, "placeholder": named, "class": "other"})
         super().__init__({"": forms.Select(choices=offered), "other": text})
 
     def id_for_label(self, id_: str) -> str:
@@ -290,10 +340,10 @@ class JsonField(forms.CharField):
         try:
             found = json.loads(text, parse_float=_refuse_float, parse_constant=_refuse_float)
         except (ValueError, RecursionError) as error:
-            raise forms.ValidationError(f"Not JSON that can be signed: {error}.") from None
+            raise forms.ValidationError(_("Not JSON that can be signed: %(why)s.") % {"why": error}) from None
         if not isinstance(found, list if self._is_list else dict):
-            example = "list, such as [0, 1]" if self._is_list else 'object, such as {"modelId": "tiny"}'
-            raise forms.ValidationError(f"Write a JSON {example}.")
+            said = _("Write a JSON list, such as [0, 1].")
+            raise forms.ValidationError(said if self._is_list else _('Write a JSON object, such as {"modelId": "tiny"}.'))
         return found
 
     def run_validators(self, value: object) -> None:

@@ -42,3 +42,7 @@ form?.addEventListener("input", () => {
     clearTimeout(timer);
     timer = setTimeout(ask, PAUSE_MS);
 });
+// A form that opens filled in, by a link from elsewhere, says at once what it would mean.
+if (form?.dataset.preview === "now" && !form.querySelector("fieldset:disabled")) {
+    await ask();
+}
