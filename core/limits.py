@@ -89,6 +89,7 @@ class GovernanceLimits:
     page_rows: int = bound(100, "operations", "A page of operations shows no further ones.")
     page_recent_s: float = bound(2 * 86_400.0, "s", "An operation that was decided earlier leaves the first page.")
     history_rows: int = bound(50, "operations", "Further operations are on the next page of the history.")
+    named_people: int = bound(8, "people", "A rule of the policy counts more people instead of naming them.")
     page_lines: int = bound(6, "lines", "The page of an operation folds further lines of what changes.")
     missed_rows: int = bound(8, "rows", "The first page names no further ones of each thing that a person missed.")
     missed_first_s: float = bound(7 * 86_400.0, "s", "A person who marked nothing as seen is told of so long.")

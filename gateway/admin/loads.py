@@ -33,7 +33,7 @@ from gateway.services.catalogue import (
 from gateway.services.models import remember_models
 from governance.operations.approvals import active_policy
 from governance.operations.proposals import Proposer, propose
-from governance.web.policy import say_needs
+from governance.web.rules import say_needs
 from nodes.operations.load import KEEP, MODEL_LOAD, Room, read_rooms
 from nodes.services.models import FleetModel, read_fleet_models
 

@@ -28,12 +28,10 @@ from governance.operations import policies
 from governance.operations.kinds import describe_change
 from governance.operations.policies import ApproverChoice
 from governance.web.rules import compare_reach, name_class, order_of, tell_class
-from wire.optoken.approval import BREAK_GLASS, POLICY_CHANGE, Policy
+from wire.optoken.approval import BREAK_GLASS, MAX_APPROVERS, POLICY_CHANGE, Policy
 from wire.optoken.documents import DEFAULT_CLASSES
 
 Members = dict[str, Any]  # Any: members of a class in a policy document
-MOST = 64
-"""A class of a policy names no more people."""
 
 
 class Preset(StrEnum):
@@ -103,7 +101,7 @@ class EditedRule:
 
     @property
     def threshold(self) -> int | None:
-        return int(self.number) if self.number.isdecimal() and 1 <= int(self.number) <= MOST else None
+        return int(self.number) if self.number.isdecimal() and 1 <= int(self.number) <= MAX_APPROVERS else None
 
 
 @dataclass(slots=True)
@@ -135,7 +133,7 @@ class Draft:
                 continue
             if rule.threshold is None:
                 text = _("%(class)s needs a number of approvals from 1 to %(most)s.")
-                raise InvalidProposal(text % {"class": rule.name, "most": MOST}, param="thresholds")
+                raise InvalidProposal(text % {"class": rule.name, "most": MAX_APPROVERS}, param="thresholds")
             thresholds[rule.name] = rule.threshold
             if rule.people is not None:
                 classes[rule.name]["factors"] = self._narrow(rule, groups, dict(classes[rule.name].get("factors") or {}))
@@ -181,7 +179,7 @@ class Draft:
 
     def _find_fault(self, rule: EditedRule) -> str:
         if rule.threshold is None:
-            return _("Write a whole number from 1 to %(most)s.") % {"most": MOST}
+            return _("Write a whole number from 1 to %(most)s.") % {"most": MAX_APPROVERS}
         able = [
             person
             for person in self.approvers
@@ -335,7 +333,7 @@ def _write_sentence(name: str, number: str, chosen: frozenset[int] | None, peopl
     subject = format_html('<strong id="rule-{}">{}</strong>', name, name_class(name))
     count = format_html(
         '<input class="rule-number" type="number" id="threshold-{0}" name="threshold-{0}" min="1" max="{1}" value="{2}" '
-        'aria-labelledby="rule-{0}" aria-describedby="help-{0} fault-{0}">', name, MOST, number,
+        'aria-labelledby="rule-{0}" aria-describedby="help-{0} fault-{0}">', name, MAX_APPROVERS, number,
     )  # fmt: skip
     able = [person for person in people if any(key.is_break_glass == (name == BREAK_GLASS) for key in person.keys)]
     who = format_html_join(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
+from core.limits import limits
 from wire.optoken.approval import BREAK_GLASS, OperationClass, Policy
 
 _CLASSES = MappingProxyType({
@@ -111,7 +112,7 @@ def order_of(name: str) -> tuple[int, str]:
 
 def name_people(names: Collection[str]) -> str:
     """Return the names, or how many they are when they are many."""
-    if len(names) > 8:
+    if len(names) > limits().governance.named_people:
         return ngettext("%(count)s person", "%(count)s people", len(names)) % {"count": len(names)}
     return ", ".join(sorted(names)) or _("nobody")
 

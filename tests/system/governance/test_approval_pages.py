@@ -216,7 +216,7 @@ def test_a_rule_for_some_people_is_a_group_of_theirs_and_opens_as_it_was_made(te
     some = [ids["ben"], ids["cleo"], ids["dan"]]
     answer = client.post(DRAFT, fill(client, **{"people-model-load": some, "threshold-cache-flush": "1"}))
     operation = Operation.objects.get(reason="for the test")
-    assert answer.url == page_of(operation)
+    assert answer.headers["Location"] == page_of(operation)
     assert operation.adopts is not None
     drafted = operation.adopts.read_policy()
     assert (drafted.classes["model-load"].factors, drafted.classes["model-load"].threshold) == ({"model-load": 2}, 2)
