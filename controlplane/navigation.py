@@ -116,6 +116,9 @@ ENTRIES = (
         Tab(gettext_lazy("Requests"), "receipt_long", "gateway.requestrecord"),
         Tab(gettext_lazy("Stored responses"), "forum", "gateway.storedresponse"),
     )),
+    Entry(gettext_lazy("Usage"), "bar_chart", (
+        Tab(gettext_lazy("Usage"), "bar_chart", "usage:page", ("gateway.view_requestrecord",)),
+    )),
     Entry(gettext_lazy("Playground"), "chat", (
         Tab(gettext_lazy("Playground"), "chat", "playground:page", SEE_MODELS),
     )),

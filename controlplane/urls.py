@@ -51,6 +51,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("admin", RedirectView.as_view(pattern_name="admin:index")),
     path("admin/search/", show_found, name="palette"),
     path("admin/playground/", include("controlplane.playground.views")),
+    path("admin/usage/", include("gateway.admin.usage")),
     path("admin/", admin.site.urls),
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),
     path("language", set_language, name="set_language"),

@@ -894,6 +894,7 @@ class GatewayLimits:
         50_000, "records", "A page looks through no more for what has no index, and says how far back it looked."
     )
     page_budget_percent: float = bound(80.0, "%", "A budget of which more is taken is shown as nearly used up.")
+    page_usage_rows: int = bound(100, "rows", "The table of usage counts further pairs of tenant and model together.")
     page_ticks: int = bound(5, "stretches", "The time axis of a request has no more.")
     page_bar_percent: float = bound(0.3, "%", "A shorter stretch of a request's time is drawn as wide as this.")
     page_export_batch: int = bound(2_000, "rows", "The further rows of a file are read with another statement.")

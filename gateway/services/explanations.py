@@ -394,7 +394,9 @@ def _explain_engine(record: RequestRecord) -> Ending:
         "status": status,
         "bytes": number_format(record.bytes_out, force_grouping=True),
     }
-    log = "" if record.engine_error else _("Look for %(id)s in the log of the node.") % {"id": record.printed_id}
+    log = _("Look for %(id)s in the log of the node.") % {"id": record.printed_id}
+    if record.engine_error:
+        log = _("The client may repeat it. If it happens again, look at the log and the memory of the node.")
     if record.state == RequestState.REJECTED:
         return Ending(
             _("%(engine)s refused the request with HTTP %(status)d.") % where, _("The client has to change it."), Fault.CALLER

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from django.utils.formats import number_format
 from django.utils.translation import gettext as _
 
 from core.limits import limits
@@ -138,7 +139,7 @@ def _draw_ticks(total: int) -> Iterator[Tick]:
 
 
 def print_ms(value: int | None) -> str:
-    """Return milliseconds as people read them: 12 ms, 3.4 s, 2 min 5 s; a dash when not known."""
+    """Return milliseconds as people read them: 12 ms, 3.4 s, 2 min 5 s, 1 h 30 min; a dash when not known."""
     if value is None:
         return "–"
     if value < 1_000:
@@ -146,4 +147,7 @@ def print_ms(value: int | None) -> str:
     if value < 60_000:
         return f"{value / 1000:.2f}".rstrip("0").rstrip(".") + "\u00a0s"
     minutes, seconds = divmod(round(value / 1000), 60)
-    return f"{minutes}\u00a0min" + (f" {seconds}\u00a0s" if seconds else "")
+    if minutes < 60:
+        return f"{minutes}\u00a0min" + (f" {seconds}\u00a0s" if seconds else "")
+    hours, minutes = divmod(minutes, 60)
+    return f"{number_format(hours, force_grouping=True)}\u00a0h" + (f" {minutes}\u00a0min" if minutes else "")

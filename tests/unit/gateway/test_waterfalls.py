@@ -88,7 +88,8 @@ def test_the_speed_is_that_of_the_answer_where_somebody_counted() -> None:
 
 
 def test_a_time_is_printed_with_the_unit_that_fits() -> None:
-    printed = [print_ms(ms) for ms in (None, 0, 999, 1000, 3450, 59_990, 60_000, 125_000)]
+    printed = [print_ms(ms) for ms in (None, 0, 999, 1000, 3450, 59_990, 60_000, 125_000, 5_400_000, 7_200_000_000)]
     assert [text.replace("\u00a0", " ") for text in printed] == [
-        "–", "0 ms", "999 ms", "1 s", "3.45 s", "59.99 s", "1 min", "2 min 5 s",
+        "–", "0 ms", "999 ms", "1 s", "3.45 s", "59.99 s", "1 min", "2 min 5 s", "1 h 30 min",
+        "2,000 h",
     ]  # fmt: skip
