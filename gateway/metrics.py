@@ -41,6 +41,9 @@ VALKEY_AWAY_SINCE = Gauge(
 )
 CONTINUED = Counter("muster_continued_streams_total", "Streams that their node broke and that might be resumed", ["result"])
 TICKETS = Counter("muster_tickets_total", "Tickets of this gateway by what became of them", ["event"])
+ALERTS = Gauge(
+    "muster_alerts", "Problems that are there now, silenced ones too, of the whole installation", ["kind", "severity"]
+)
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")
@@ -72,6 +75,13 @@ class _ModelCounters:
         self.states: defaultdict[str, int] = defaultdict(int)
         self.latency, self.ttfb, self.queue_wait = _Timing(), _Timing(), _Timing()
         self.prompt_tokens = self.completion_tokens = 0
+
+
+def show_alerts(counts: Mapping[tuple[str, str], int]) -> None:
+    """Have a scrape show how many problems of which kind and severity there are."""
+    ALERTS.clear()
+    for (kind, severity), count in counts.items():
+        ALERTS.labels(kind, severity).set(count)
 
 
 class RequestCounters(Collector):

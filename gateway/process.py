@@ -50,6 +50,7 @@ from gateway.services.tickets import find_ended, store_usage
 from gateway.services.usage import Spent
 from gateway.token_counts import TokenCounter
 from gateway.values import ModelEntry
+from governance.alerts import count_by_kind
 from nodes.addresses import resolve_direct_target
 from nodes.channel import NodeChannel, presence_reports
 from nodes.errors import NodeError
@@ -354,6 +355,7 @@ class GatewayRuntime:
 
     async def _reconcile(self) -> None:
         await run_upkeep(close_orphaned_requests)
+        metrics.show_alerts(await run_upkeep(count_by_kind))
         if held := list(self.tickets.held):  # another gateway may have heard of them, and nobody of some
             self.tickets.settle(await run_upkeep(find_ended, held))
 

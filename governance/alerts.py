@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Count, F, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
+from django.utils import translation
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -274,8 +276,12 @@ def _wait_for_look() -> None:
 def _lock_row(alert_id: int) -> Alert:
     row = Alert.objects.select_for_update().filter(pk=alert_id).first() if 0 < alert_id <= limits().governance.api_id else None
     if row is None:
-        raise NotFound("There is no such alert. It may have been deleted since it ended.")
+        raise _not_found()
     return row
+
+
+def _not_found() -> NotFound:
+    return NotFound("There is no such alert. It may have been deleted since it ended.", param="alert_id")
 
 
 def _open_like(one: Alert | AlertSilence) -> QuerySet[Alert]:
@@ -283,6 +289,57 @@ def _open_like(one: Alert | AlertSilence) -> QuerySet[Alert]:
 
 
 # For pages and programs
+
+
+@dataclass(frozen=True, slots=True)
+class ToldAlert:
+    """An alert as programs read it, in English."""
+
+    id: int
+    kind: str
+    severity: Severity
+    of: AlertObject
+    what: str
+    advice: str
+    since: datetime
+    seen_at: datetime
+    ended_at: datetime | None
+    silenced_until: datetime | None
+    silenced_by: str
+    silence_reason: str
+
+
+def list_alerts(
+    *, state: str, limit: int, kind: str | None = None, cursor: int | None = None
+) -> tuple[list[ToldAlert], int | None]:
+    """Return a page of alerts, newest first, and the cursor of the next one (None: it is the last)."""
+    rows = filter_alerts(Alert.objects.all(), state=state)
+    rows = rows.filter(kind=kind) if kind is not None else rows
+    rows = rows.filter(pk__lt=cursor) if cursor is not None else rows
+    page = list(rows.order_by("-pk")[: limit + 1])
+    return [_tell_program(row) for row in page[:limit]], page[limit - 1].pk if len(page) > limit else None
+
+
+def read_alert(alert_id: int) -> ToldAlert:
+    """Return one alert. Raises NotFound."""
+    row = Alert.objects.filter(pk=alert_id).first() if 0 < alert_id <= limits().governance.api_id else None
+    if row is None:
+        raise _not_found()
+    return _tell_program(row)
+
+
+def _tell_program(row: Alert) -> ToldAlert:
+    with translation.override(settings.LANGUAGE_CODE):
+        what, advice = load_words().describe(AlertFacts.of(row))
+    same = ("kind", "since", "seen_at", "ended_at", "silenced_until", "silenced_by", "silence_reason")
+    return ToldAlert(
+        id=row.pk,
+        severity=Severity(row.severity),
+        of=AlertObject(row.object_type, row.object_id, row.object_name),
+        what=what,
+        advice=advice,
+        **{name: getattr(row, name) for name in same},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,9 +426,14 @@ def count_states() -> dict[str, int]:
     return {"open": counts["all"] - counts["silenced"], "silenced": counts["silenced"]}
 
 
+def read_last_look() -> datetime | None:
+    """Return when the evaluator last looked; None = never."""
+    return AlertLook.objects.filter(pk=1).values_list("at", flat=True).first()
+
+
 def find_last_look() -> datetime | None:
     """Return when the evaluator last looked, if that was too long ago; None when all is well, or before the first look."""
-    last = AlertLook.objects.filter(pk=1).values_list("at", flat=True).first()
+    last = read_last_look()
     late = timedelta(seconds=limits().governance.alert_late_s)
     return last if last is not None and clock.now() - last > late else None
 

@@ -85,6 +85,9 @@ urlpatterns = [
     path("api/v1/freeze", views.FreezeView.as_view(), name="freeze"),
     path("api/v1/audit/checkpoint", views.CheckpointView.as_view(), name="audit-checkpoint"),
     path("api/v1/audit/consistency", views.ConsistencyView.as_view(), name="audit-consistency"),
+    path("api/v1/alerts", views.AlertListView.as_view(), name="alerts"),
+    path("api/v1/alerts/<int:alert_id>", views.AlertView.as_view(), name="alert"),
+    path("api/v1/alerts/<int:alert_id>/silence", views.AlertSilenceView.as_view(), name="alert-silence"),
     path("approvals/", include((approval_pages, "approvals"))),
     path("sign-in/", include((sign_in_pages, "signin"))),
 ]

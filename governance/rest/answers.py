@@ -10,7 +10,7 @@ from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiRespo
 from rest_framework import serializers
 
 from governance.operations.queries import OperationView
-from governance.states import ApprovalState, RunState
+from governance.states import ApprovalState, RunState, Severity
 from wire.contract import ErrorCode
 
 STATES = [state.value for state in ApprovalState]
@@ -253,6 +253,39 @@ class ConsistencySerializer(serializers.Serializer[Any]):  # Any: a proof, no mo
     proof = serializers.ListField(child=serializers.CharField())
 
 
+class AlertObjectSerializer(serializers.Serializer[Any]):  # Any: a value of the services
+    """What an alert is about."""
+
+    type = serializers.CharField(help_text="node, model, replica, gateway, key, tenant, policy, certificate or installation")
+    id = serializers.CharField(allow_blank=True)
+    name = serializers.CharField(allow_blank=True)
+
+
+class AlertSerializer(serializers.Serializer[Any]):  # Any: a value of the services
+    """A problem from its start to its end. The other times are null while they have not come."""
+
+    alert_id = serializers.IntegerField(source="id")
+    kind = serializers.CharField(help_text="Stable, such as `node.offline`")
+    severity = serializers.ChoiceField(choices=[severity.word for severity in Severity], source="severity.word")
+    object = AlertObjectSerializer(source="of")
+    what = serializers.CharField(help_text="In English")
+    advice = serializers.CharField(allow_blank=True)
+    since = serializers.DateTimeField()
+    seen_at = serializers.DateTimeField(help_text="When it was there the last time")
+    ended_at = serializers.DateTimeField(allow_null=True)
+    silenced_until = serializers.DateTimeField(allow_null=True)
+    silenced_by = serializers.CharField(allow_blank=True)
+    silence_reason = serializers.CharField(allow_blank=True)
+
+
+class AlertPageSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """A page of the list. ``looked_at``: when somebody last looked for problems, null = never."""
+
+    alerts = AlertSerializer(many=True)
+    looked_at = serializers.DateTimeField(allow_null=True)
+    next_cursor = serializers.CharField(allow_null=True)
+
+
 # The OpenAPI document
 
 EXAMPLE_ID = "op_019ab0f0c0de7000800000000000beef"
@@ -265,6 +298,8 @@ OP_ID = OpenApiParameter(
     description="`op_` and 32 hexadecimal digits",
     examples=[OpenApiExample("id", EXAMPLE_ID)],
 )
+
+ALERT_ID = OpenApiParameter("alert_id", int, OpenApiParameter.PATH, description="Of the list")
 
 # A refusal of each status: code, message, parameter.
 _REFUSALS: dict[int, tuple[ErrorCode, str, str | None]] = {
@@ -302,6 +337,11 @@ APPROVAL = OpenApiExample(
     },
 )
 REJECTION = OpenApiExample("too early", request_only=True, value={"comment": "Not while the batch runs."})
+SILENCE = OpenApiExample(
+    "maintenance",
+    request_only=True,
+    value={"until": "2026-11-21T08:00:00Z", "reason": "The fans are changed.", "lasting": True},
+)
 FREEZE = OpenApiExample("freeze", request_only=True, value={"reason": "A key of ours was seen elsewhere."})
 DRAFT = OpenApiExample(
     "three people",

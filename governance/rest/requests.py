@@ -298,6 +298,14 @@ class EmptyForm(Form):
     """Body of a request that says all in its address: none, or ``{}``."""
 
 
+class SilenceForm(Form):
+    """Body of ``POST …/silence``."""
+
+    until = Moment(help_text="At most 90 days ahead")
+    reason = Text(max_length=limits().governance.alert_reason_chars)
+    lasting = Flag(required=False, default=False, help_text="Also what begins later of this kind, for the same object")
+
+
 class FreezeForm(Form):
     """Body of ``POST /freeze``."""
 
@@ -347,6 +355,21 @@ class ListForm(serializers.Serializer[Any]):  # Any: a form has no model
         min_value=1, max_value=limits().governance.api_page_max_rows, required=False, default=limits().governance.api_page_rows
     )
     cursor = serializers.CharField(max_length=80, required=False, help_text="next_cursor of the page before")
+
+
+class AlertListForm(serializers.Serializer[Any]):  # Any: a form has no model
+    """Query of ``GET /alerts``."""
+
+    state = serializers.ChoiceField(
+        choices=["open", "silenced", "ended", "all"], required=False, default="open", help_text="open: and not silenced"
+    )
+    kind = serializers.CharField(max_length=40, required=False)
+    limit = serializers.IntegerField(
+        required=False, default=limits().governance.api_page_rows, min_value=1, max_value=limits().governance.api_page_max_rows
+    )
+    cursor = serializers.IntegerField(
+        required=False, min_value=1, max_value=limits().governance.api_id, help_text="The `next_cursor` of a page"
+    )
 
 
 class ChainForm(serializers.Serializer[Any]):  # Any: a form has no model

@@ -1,4 +1,4 @@
-"""The REST API of governance: operations, decisions about them, policy, freeze, and proofs of the audit log."""
+"""The REST API of governance: operations, decisions about them, policy, freeze, proofs of the audit log, and alerts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rest_framework.response import Response
 
 from core.limits import limits
 from governance.admin_tokens import claim_admin_token
+from governance.alerts import lift_silence, list_alerts, read_alert, read_last_look, silence_alert
 from governance.checkpoints import consistency, latest_checkpoint
 from governance.errors import NotFound, NotPermitted
 from governance.models import Freeze, Operation
@@ -31,12 +32,16 @@ from governance.operations.policies import draft_policy, freeze
 from governance.operations.proposals import cancel, propose, use_approval
 from governance.operations.queries import OperationSummary, read_evidence, read_operation, summarise, with_parts
 from governance.rest.answers import (
+    ALERT_ID,
     APPROVAL,
     DRAFT,
     FREEZE,
     OP_ID,
     PROPOSAL,
     REJECTION,
+    SILENCE,
+    AlertPageSerializer,
+    AlertSerializer,
     ClaimedTokenSerializer,
     ConsistencySerializer,
     EvidenceSerializer,
@@ -50,6 +55,7 @@ from governance.rest.answers import (
     describe_refusals,
 )
 from governance.rest.requests import (
+    AlertListForm,
     ApprovalForm,
     ChainForm,
     ConsistencyForm,
@@ -60,6 +66,7 @@ from governance.rest.requests import (
     ListForm,
     ProposalForm,
     RejectionForm,
+    SilenceForm,
     find_owner,
     get_caller,
     read_form,
@@ -386,3 +393,51 @@ class ConsistencyView(GovernanceView):
         old, new = form["old"], form["new"]
         proof = [to_text(step) for step in consistency(old, new)]
         return Response(ConsistencySerializer({"old": old, "new": new, "proof": proof}).data)
+
+
+# Alerts
+
+
+class AlertListView(GovernanceView):
+    @extend_schema(
+        operation_id="list_alerts", parameters=[AlertListForm], responses={200: AlertPageSerializer, **describe_refusals(400)}
+    )
+    def get(self, request: Request) -> Response:
+        """List alerts, newest first, a page at a time: those that are open, or of another state."""
+        alerts, cursor = list_alerts(**read_form(AlertListForm, request.query_params))
+        page = {"alerts": alerts, "looked_at": read_last_look(), "next_cursor": None if cursor is None else str(cursor)}
+        return Response(AlertPageSerializer(page).data)
+
+
+class AlertView(GovernanceView):
+    @extend_schema(operation_id="read_alert", parameters=[ALERT_ID], responses={200: AlertSerializer, **describe_refusals(404)})
+    def get(self, request: Request, alert_id: int) -> Response:
+        """Read one alert."""
+        return Response(AlertSerializer(read_alert(alert_id)).data)
+
+
+class AlertSilenceView(GovernanceView):
+    @extend_schema(
+        operation_id="silence_alert", parameters=[ALERT_ID], request=SilenceForm, examples=[SILENCE],
+        responses={200: AlertSerializer, **describe_refusals(400, 404, 413, 415)},
+    )  # fmt: skip
+    def post(self, request: Request, alert_id: int) -> Response:
+        """Hide an alert from counts and messages until then. Again: another end and reason."""
+        form = read_form(SilenceForm, request.data)
+        silence_alert(
+            alert_id=alert_id,
+            until=form["until"],
+            reason=form["reason"],
+            is_lasting=form["lasting"],
+            actor=get_caller(request).actor,
+        )
+        return Response(AlertSerializer(read_alert(alert_id)).data)
+
+    @extend_schema(
+        operation_id="lift_silence", parameters=[ALERT_ID], request=None,
+        responses={200: AlertSerializer, **describe_refusals(404)},
+    )  # fmt: skip
+    def delete(self, request: Request, alert_id: int) -> Response:
+        """Lift the silence of an alert, and of what begins later of its kind, for the same object."""
+        lift_silence(alert_id=alert_id, actor=get_caller(request).actor)
+        return Response(AlertSerializer(read_alert(alert_id)).data)

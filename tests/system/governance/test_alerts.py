@@ -11,8 +11,11 @@ from django.contrib.auth.models import Permission
 from django.db import connection, connections, transaction
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
+from prometheus_client import REGISTRY
 
 from core.models import User
+from gateway.metrics import show_alerts
+from governance.admin_tokens import create_admin_token
 from governance.alerts import (
     AlertObject,
     Problem,
@@ -374,3 +377,54 @@ def test_a_page_of_alerts_says_that_nobody_looks(time: VirtualClock, boss: Clien
     assert "Nobody has looked" not in boss.get(LIST).content.decode()
     time.advance(120)
     assert "Nobody has looked for problems since" in boss.get(LIST).content.decode()
+
+
+@pytest.fixture
+def program() -> Client:
+    _token, text = create_admin_token(name="ci", actor="user:ada")
+    return Client(headers={"authorization": f"Bearer {text}"})
+
+
+API = "/api/v1/alerts"
+
+
+def test_programs_list_alerts_a_page_at_a_time_by_state_and_kind(time: VirtualClock, program: Client) -> None:
+    see(*(silent(f"n{number}") for number in range(5)), Problem("charts.behind"))
+    last(time, 120, *(silent(f"n{number}") for number in range(3)))
+    first = program.get(API, {"limit": 2}).json()
+    second = program.get(API, {"limit": 2, "cursor": first["next_cursor"]}).json()
+    names = [one["object"]["name"] for page in (first, second) for one in page["alerts"]]
+    assert (names, second["next_cursor"]) == (["n2", "n1", "n0"], None)
+    assert first["alerts"][0] | {"alert_id": 0} == {
+        "alert_id": 0, "kind": "node.offline", "severity": "impaired", "object": {"type": "node", "id": "id-n2", "name": "n2"},
+        "what": "n2 is offline.", "advice": "Check its power, its network and the runner's log.",
+        "since": "2027-01-15T08:00:00Z",
+        "seen_at": "2027-01-15T08:02:00Z", "ended_at": None, "silenced_until": None, "silenced_by": "", "silence_reason": "",
+    }  # fmt: skip
+    ended = program.get(API, {"state": "ended", "kind": "charts.behind"}).json()["alerts"]
+    assert [one["kind"] for one in ended] == ["charts.behind"]
+    assert len(program.get(API, {"state": "all"}).json()["alerts"]) == 6
+    assert program.get(API, {"state": "odd"}).status_code == 400
+    assert program.get(f"{API}/{2**70}").status_code == 404
+    assert Client().get(API).status_code == 401
+
+
+def test_programs_silence_an_alert_and_lift_that(row: Alert, program: Client) -> None:
+    until = (clock.now() + timedelta(hours=1)).isoformat()
+    body = {"until": until, "reason": "fans", "lasting": True}
+    answer = program.post(f"{API}/{row.pk}/silence", body, content_type="application/json")
+    assert (answer.status_code, answer.json()["silenced_by"], count_open_problems()) == (200, "token:ci", 0)
+    assert len(list_silences()) == 1
+    lifted = program.delete(f"{API}/{row.pk}/silence")
+    assert (lifted.status_code, lifted.json()["silenced_until"], count_open_problems()) == (200, None, 1)
+    late = program.post(f"{API}/{row.pk}/silence", {**body, "until": "2099-01-01T00:00:00Z"}, content_type="application/json")
+    assert (late.status_code, late.json()["error"]["param"]) == (400, "until")
+    odd = program.post(f"{API}/{row.pk}/silence", {**body, "for_ever": True}, content_type="application/json")
+    assert odd.status_code == 400
+
+
+def test_a_scrape_shows_how_many_problems_of_which_kind_there_are(row: Alert) -> None:
+    show_alerts(count_by_kind())
+    assert REGISTRY.get_sample_value("muster_alerts", {"kind": "node.offline", "severity": "impaired"}) == 1
+    show_alerts({})
+    assert REGISTRY.get_sample_value("muster_alerts", {"kind": "node.offline", "severity": "impaired"}) is None
