@@ -27,7 +27,7 @@ from django.core.exceptions import DisallowedHost
 from django.core.handlers.asgi import ASGIRequest
 from django.urls import path, re_path
 
-from controlplane.live import NodePageConsumer, OperationConsumer, OverviewConsumer
+from controlplane.live import NodePageConsumer, OperationConsumer, OverviewConsumer, OverviewFeed
 from gateway.request.response import SlashRouter, refuse_unknown_socket
 
 _TLS_SCHEMES = frozenset({"https", "wss"})
@@ -84,7 +84,7 @@ application = ProtocolTypeRouter(
         "http": _http_application,
         "websocket": SlashRouter(
             [
-                path("ws/overview", for_operators(OverviewConsumer.as_asgi())),
+                path("ws/overview", for_operators(OverviewConsumer.as_asgi(feed=OverviewFeed()))),
                 path("ws/nodes/<uuid:node_id>", for_operators(NodePageConsumer.as_asgi())),
                 path("ws/operations/<uuid:operation_id>", for_operators(OperationConsumer.as_asgi())),
                 re_path("(?s:.*)", cast("Any", refuse_unknown_socket)),  # as in for_operators

@@ -26,7 +26,7 @@ from gateway.services.rollups import Comparison, Metric, Named, Quantiles, Sums,
 from gateway.values import Dimension
 from governance.alerts import ShownAlert, list_open_problems
 from governance.operations.approvals import active_policy
-from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
+from nodes.services.availability import FleetStanding, NodeHealth, read_standing
 from nodes.services.history import FleetHistory, read_fleet_history, read_memory
 from nodes.services.telemetry import NodeTelemetry, read_telemetries
 from nodes.states import Unavailable
@@ -86,14 +86,14 @@ class Strip:
 class Overview:
     """How things stand. ``strips``: the nodes that need a look first; ``hidden`` more are not shown."""
 
-    fleet: FleetOverview
+    fleet: FleetStanding
     open_requests: OpenRequests
     problems: tuple[ShownAlert, ...]
     strips: tuple[Strip, ...]
 
     @property
     def hidden(self) -> int:
-        return len(self.fleet.nodes) - len(self.strips)
+        return self.fleet.total - len(self.strips)
 
     @property
     def live(self) -> Mapping[str, str]:
@@ -101,8 +101,8 @@ class Overview:
 
 
 def read_overview() -> Overview:
-    """Collect what the open page refreshes by itself; four queries, however many rows there are."""
-    fleet = read_fleet()
+    """Collect what the open page refreshes by itself; six queries, however many rows there are."""
+    fleet = read_standing(most=limits().console.overview_nodes)
     return Overview(fleet, read_open_requests(), list_open_problems(), list_strips(fleet))
 
 
@@ -111,15 +111,15 @@ def print_live(overview: Overview) -> dict[str, str]:
     open_requests = overview.open_requests
     return {
         "nodes_ready": print_count(overview.fleet.ready),
-        "nodes_total": _("of %(total)s") % {"total": print_count(len(overview.fleet.nodes))},
+        "nodes_total": _("of %(total)s") % {"total": print_count(overview.fleet.total)},
         "open": _("%(running)s running, %(queued)s queued")
         % {"running": print_count(open_requests.running), "queued": print_count(open_requests.queued)},
     }
 
 
-def list_strips(fleet: FleetOverview) -> tuple[Strip, ...]:
+def list_strips(fleet: FleetStanding) -> tuple[Strip, ...]:
     """Return the nodes that need a look first, at most ``overview_nodes``; one query."""
-    first = sorted(fleet.nodes, key=_rank_node)[: limits().console.overview_nodes]
+    first = sorted((*fleet.notable, *fleet.loaded), key=_rank_node)[: limits().console.overview_nodes]
     found = read_telemetries([node.id for node in first if node.id is not None])
     return tuple(_describe_strip(node, found.get(node.id)) for node in first if node.id is not None)
 
@@ -408,7 +408,7 @@ class Step:
     url: str = ""
 
 
-def read_checklist(request: HttpRequest, fleet: FleetOverview) -> tuple[Step, ...]:
+def read_checklist(request: HttpRequest, fleet: FleetStanding) -> tuple[Step, ...]:
     """Return the first steps of an installation; none once all are made, or when the person put them away. Three queries."""
     user = request.user
     if not isinstance(user, User) or user.checklist_hidden_at is not None:
@@ -420,7 +420,7 @@ def read_checklist(request: HttpRequest, fleet: FleetOverview) -> tuple[Step, ..
 
     steps = (
         Step(_("Send a first request"), has_counted_any(), link("playground:page", "gateway.add_apikey")),
-        Step(_("Add a second node"), len(fleet.nodes) > 1, link("admin:nodes_nodecredential_add", "nodes.add_nodecredential")),
+        Step(_("Add a second node"), fleet.total > 1, link("admin:nodes_nodecredential_add", "nodes.add_nodecredential")),
         Step(_("Make a key for an application"), has_own_key(), link("admin:gateway_apikey_add", "gateway.add_apikey")),
         Step(_("Serve these pages over HTTPS"), request.is_secure() or settings.PUBLIC_URL.startswith("https://")),
         Step(

@@ -940,7 +940,7 @@ class ConsoleLimits:
     # A storm of hints costs at most four looks a second and page.
     push_pause_s: float = bound(0.25, "s", "A page is pushed to again.")
     push_sums_s: float = bound(10.0, "s", "An open Overview gets its charts and figures anew.")
-    push_check_s: float = bound(5.0, "s", "An open Overview whose session has ended is closed.")
+    push_check_s: float = bound(10.0, "s", "An open Overview whose session has ended is closed.")
     overview_nodes: int = bound(20, "nodes", "Further nodes are counted on Overview instead.")
     overview_models: int = bound(4, "models", "Further models of a node are counted on Overview instead.")
     overview_top: int = bound(5, "rows", "Further models and tenants are not shown on Overview.")

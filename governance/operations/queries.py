@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Count, Exists, Max, OuterRef, Q, QuerySet
 
 from core.limits import limits
 from governance.errors import NotFound, UnknownOperation
@@ -263,7 +263,14 @@ def count_waiting_for(user: User) -> int:
 def list_waiting_for(user: User) -> list[OperationSummary]:
     """Return the operations that wait for this person, the oldest first."""
     ids = [operation.pk for operation in _find_waiting_for(user)]
-    return [summarise(row) for row in with_parts(Operation.objects.filter(pk__in=ids)).order_by("requested_at")] if ids else []
+    return summarise_all(list(with_parts(Operation.objects.filter(pk__in=ids)).order_by("requested_at"))) if ids else []
+
+
+def mark_pending() -> object:
+    """Return something that is another whenever what waits for somebody may be another; one query."""
+    pending = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now())
+    told = Count("decisions", filter=Q(decisions__withdrawn_at=None))
+    return pending.aggregate(operations=Count("pk", distinct=True), newest=Max("requested_at"), told=told)
 
 
 def _find_waiting_for(user: User) -> list[Operation]:

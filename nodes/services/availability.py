@@ -10,7 +10,8 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import BooleanField, Case, F, Q, When
+from django.db.models.functions import Greatest, Now
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -31,8 +32,9 @@ from nodes.models import (
     with_clock,
 )
 from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_counts, describe_telemetry, list_failures
-from nodes.states import Availability, Freshness, Health, NodeFacts, Unavailable, judge_availability
-from wire.bridge import MUSTER_V1
+from nodes.states import Availability, Freshness, Health, NodeFacts, Unavailable, freshness_windows, judge_availability
+from wire.agent import METALYARD
+from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import parse_id
 
@@ -230,11 +232,6 @@ class FleetOverview:
         return Counter(node.status for node in self.nodes)
 
     @property
-    def ready(self) -> int:
-        """How many of them take work."""
-        return sum(node.takes_work for node in self.nodes)
-
-    @property
     def online(self) -> int:
         return sum(node.status is not NodeStatus.OFFLINE for node in self.nodes)
 
@@ -250,9 +247,60 @@ class FleetOverview:
 
 
 def read_fleet() -> FleetOverview:
-    """Return the health of every node in one query."""
+    """Return the health of every node in one query, which reads what is looked at alone: some columns are long."""
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence", "provider").order_by("name")
+    rows = rows.only(*_SAME_COLUMNS, *_READ_COLUMNS, "provider__state")
     return FleetOverview(tuple(_describe_health(node, clock_of(node)) for node in with_clock(rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStanding:
+    """How many nodes there are and take work. ``notable``: those that do not, or of which something else is to be said."""
+
+    total: int
+    ready: int
+    notable: tuple[NodeHealth, ...]
+    loaded: tuple[NodeHealth, ...]
+    """Of the others those that have the most to do, those first."""
+
+
+def read_standing(*, most: int) -> FleetStanding:
+    """Return how the fleet stands; three queries. Of nodes of which nothing is to be said at most ``most`` are read.
+
+    The database tells those: judging each of a thousand takes 60 ms.
+    """
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).alias(
+        is_plain=Case(When(_is_plain(), then=True), default=False, output_field=BooleanField())
+    )
+    plain, others = rows.filter(is_plain=True), rows.filter(is_plain=False)
+    share = F("presence__active_requests") * 1.0 / Greatest("max_concurrent", 1)
+    notable, loaded = (
+        tuple(_describe_health(node, clock_of(node)) for node in with_clock(part.select_related("presence", "provider")))
+        for part in (
+            others.only(*_SAME_COLUMNS, *_READ_COLUMNS, "provider__state"),
+            plain.only(*_SAME_COLUMNS, *_READ_COLUMNS, "provider__state").order_by(-share, "name")[:most],
+        )
+    )
+    count = plain.count()
+    return FleetStanding(count + len(notable), count + sum(node.takes_work for node in notable), notable, loaded)
+
+
+def _is_plain() -> Q:
+    """Hold for nodes that ``judge_availability`` lets work, and of which no alert or failure would be told."""
+    fresh_s = min(freshness_windows(limits().nodes, protocol=name).stale_s for name in ("", BRIDGE_V1, METALYARD))
+    return Q(
+        provider__state=ProviderState.ENABLED,
+        mode=NodeMode.SPARE_ON.value,
+        draining=False,
+        cordoned=False,
+        witness_alarm="",
+        policy_error="",
+        presence__connected=True,
+        presence__is_accepting_jobs=True,
+        presence__reported_status__in=(NodeStatus.AVAILABLE.value, NodeStatus.BUSY.value),
+        presence__last_heartbeat_at__gt=Now() - timedelta(seconds=fresh_s),
+        presence__ejections={},
+    ) & ~Q(presence__replicas__contains=[{"state": "failed"}])
 
 
 def read_served_models() -> frozenset[str]:
@@ -263,6 +311,16 @@ def read_served_models() -> frozenset[str]:
 _SAME_COLUMNS = (
     *("name", "max_concurrent", "op_level", "policy_version", "policy_error", "witness_alarm", "clock_skew_ms"),
     *("rival_seen_at", "rival_address", "drained_at"),
+)
+_READ_COLUMNS = (
+    *("mode", "draining", "cordoned", "reach", "public_base_url", "model_names", "excluded_models"),
+    *(
+        f"presence__{name}"
+        for name in (
+            *("last_heartbeat_at", "reported_status", "protocol", "connected", "is_accepting_jobs", "active_requests"),
+            *("replicas", "ejections", "last_error", "probed_at", "probe_error", "updated_at"),
+        )
+    ),
 )
 
 

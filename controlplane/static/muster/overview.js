@@ -3,8 +3,8 @@ import { follow, parse, updateChildren } from "./live.js";
 
 const root = document.getElementById("overview");
 
-const show = ({ counters = {}, parts = {}, charts = [] }) => {
-    for (const [name, html] of Object.entries(parts)) {
+const show = ({ counters, parts, charts, waiting }) => {
+    for (const [name, html] of Object.entries(waiting === undefined ? parts : { ...parts, waiting })) {
         const shown = root.querySelector(`[data-part="${CSS.escape(name)}"]`);
         if (shown) {
             updateChildren(shown, parse(html).body);
@@ -17,7 +17,7 @@ const show = ({ counters = {}, parts = {}, charts = [] }) => {
             }
         }
     }
-    for (const data of charts) {
+    for (const data of Object.values(charts)) {
         root.querySelector(`mst-chart[data-name="${CSS.escape(data.name)}"]`)?.show(data);
     }
 };

@@ -284,7 +284,7 @@ class TestControlPlane:
 
         with ExitStack() as opened:
             page = opened.enter_context(open_page())
-            assert "queued" in json.loads(page.recv(WITHIN_S))
+            assert "open" in json.loads(page.recv(WITHIN_S))["counters"]
             lines = opened.enter_context(script.stream("GET", path)).iter_lines()
             assert next(lines) == "event: status"
             clients = opened.enter_context(ThreadPoolExecutor(4))
@@ -295,7 +295,7 @@ class TestControlPlane:
                 assert (closed_with(page), page_of_now.result()) == (CloseCode.TRY_AGAIN_LATER, CloseCode.TRY_AGAIN_LATER)
                 assert cut.result()[-1] == ""  # ended as a whole, after an event
                 assert (later.result().status_code, later.result().json()["error"]["retryable"]) == (503, True)
-        wait_until(lambda: "queued" in read_page(open_page), what="the page is live again")
+        wait_until(lambda: "counters" in read_page(open_page), what="the page is live again")
         wait_until(is_followed, what="the operation is followed again")
 
 

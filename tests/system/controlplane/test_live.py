@@ -24,12 +24,13 @@ from django.contrib.auth.models import Permission
 from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
 from django.db import OperationalError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from pytest_django import Settings
 from redis import asyncio as aioredis
 
 from controlplane.asgi import application
-from controlplane.live import CloseCode
+from controlplane.live import CloseCode, FollowedPage, OverviewFeed
 from controlplane.problems import look_for_problems
 from controlplane.serve_control import Reconciler
 from controlplane.serve_worker import DueHere
@@ -52,6 +53,10 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]
 def sign_in(name: str, *permissions: str, is_staff: bool) -> str:
     user = User.objects.create_user(name, is_staff=is_staff)
     user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    return open_session(user)
+
+
+def open_session(user: User) -> str:
     session = SessionStore()
     session[SESSION_KEY] = str(user.pk)
     session[BACKEND_SESSION_KEY] = settings.AUTHENTICATION_BACKENDS[0]
@@ -84,6 +89,49 @@ async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
             pass  # it looks every few seconds as well, and may have done so before
     assert pushed["counters"]["open"] == "0 running, 1 queued"
     await page.disconnect(timeout=30)
+
+
+async def test_pages_are_pushed_what_their_people_may_see_and_then_only_what_changed() -> None:
+    node = await database_sync_to_async(make_loading_box)()
+    seen: dict[str, Any] = {}
+    for name, rights in (("ada", ("view_node",)), ("bob", ("view_requestrecord",))):
+        page = dial(await database_sync_to_async(sign_in)(name, *rights, is_staff=True), path="/ws/overview?range=15min")
+        await page.connect(timeout=30)
+        first, second = await receive(page), await receive(page)
+        assert not second["parts"]
+        assert not second["charts"]
+        seen[name] = (set(first["parts"]), set(first["charts"]))
+        await page.disconnect(timeout=30)
+    assert seen["ada"] == ({"problems", "nodes", "tile-nodes", "tile-memory"}, set())
+    assert seen["bob"] == (
+        {"problems", "models", "tile-rate", "tile-failed", "tile-ttft", "tile-tokens"},
+        {"requests", "latency", "tokens"},
+    )
+    assert node.name == "attic"
+
+
+async def test_an_approval_that_newly_waits_for_a_person_comes_to_the_open_page() -> None:
+    team = await database_sync_to_async(make_governed)()
+    await database_sync_to_async(User.objects.update)(is_staff=True)
+    page = dial(await database_sync_to_async(open_session)(team.members[1].user))
+    await page.connect(timeout=30)
+    assert "Nothing waits for your approval." in (await receive(page))["waiting"]
+    await database_sync_to_async(propose_token)(team[0])
+    async with asyncio.timeout(30):
+        while "waiting" not in (pushed := await receive(page)):
+            pass
+    assert "0 of 2 approvals" in pushed["waiting"]
+    await page.disconnect(timeout=30)
+
+
+def test_a_look_costs_as_many_queries_for_many_pages_as_for_one() -> None:
+    key = sign_in("ada", is_staff=True).partition("=")[2]
+    counts = []
+    for pages in (1, 100):
+        with CaptureQueriesContext(connection) as queries:
+            OverviewFeed().look([FollowedPage(key, ("en", "1h")) for _ in range(pages)], 1)
+        counts.append(len(queries))
+    assert counts[0] == counts[1]
 
 
 async def expect_close(page: WebsocketCommunicator) -> int:

@@ -14,17 +14,27 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.overview import RANGES, Board, list_strips, read_board, read_overview
+from controlplane.overview import RANGES, Board, read_board, read_overview
 from core.models import User
 from gateway.models import ApiKey, UsageEvent
 from gateway.services.models import allow_model
 from gateway.services.rollups import roll_up_requests
 from governance.models import Operation
-from nodes.models import NodeOnline, NodePresence
-from nodes.services.availability import read_fleet
+from nodes.models import NodeOnline, NodePresence, Provider, ProviderState
+from nodes.services.availability import read_fleet, read_standing
 from tests.fakes.governed_team import make_governed, propose_token
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, make_event, make_gateway, make_key, make_node, make_operator, make_presence, make_record
+from tests.fakes.nodes import (
+    ACTOR,
+    make_credential,
+    make_event,
+    make_gateway,
+    make_key,
+    make_node,
+    make_operator,
+    make_presence,
+    make_record,
+)
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db
@@ -59,7 +69,7 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     make_node("cordoned", cordoned=True)
     make_record(state=RequestState.QUEUED, age_s=8)
     overview = read_overview()
-    assert (overview.fleet.ready, len(overview.fleet.nodes)) == (2, 5)
+    assert (overview.fleet.ready, overview.fleet.total) == (2, 5)
     assert (overview.open_requests.queued, overview.open_requests.running) == (1, 0)
     assert 7 <= overview.open_requests.oldest_wait_s < 60
     assert overview.live == {"nodes_ready": "2", "nodes_total": "of 5", "open": "0 running, 1 queued"}
@@ -133,11 +143,39 @@ def test_the_nodes_that_need_a_look_come_first_and_the_rest_is_counted(boss: Cli
     make_presence(make_node("lost"), age_s=3600)
     make_presence(make_node("resting", cordoned=True))
     set_limits(console={"overview_nodes": 5})
-    strips = list_strips(read_fleet())
+    strips = read_overview().strips
     assert [(strip.name, strip.state) for strip in strips] == [
         ("ill", "error"), ("lost", "offline for 60 min"), ("resting", "cordoned"), ("busy", "busy"), ("idle 0", "ready"),
     ]  # fmt: skip
     assert "And 4 more nodes" in open_page(boss)
+
+
+HELD: tuple[dict[str, Any], ...] = (
+    {"cordoned": True}, {"draining": True}, {"mode": "spare_off"}, {"witness_alarm": "a fork"}, {"policy_error": "unknown"},
+)  # fmt: skip
+HEARD: tuple[dict[str, Any], ...] = (
+    {"age_s": 3600}, {"age_s": 45}, {"reported_status": "error"}, {"reported_status": "offline"}, {"is_accepting_jobs": False},
+    {"connected": False}, {"replicas": [{"model": "m", "state": "failed"}]}, {"reported_status": "busy"}, {},
+)  # fmt: skip
+
+
+def test_what_the_database_says_of_nodes_is_what_is_judged_of_each() -> None:
+    for number, changes in enumerate(HELD):
+        make_presence(make_node(f"held {number}", **changes))
+    for number, changes in enumerate(HEARD):
+        make_presence(make_node(f"heard {number}"), **changes)
+    make_node("never")
+    off = make_node("off", credential=make_credential("other", provider="switched-off")[0])
+    make_presence(off)
+    Provider.objects.filter(pk=off.provider_id).update(state=ProviderState.DISABLED)
+    fleet, standing = read_fleet(), read_standing(most=100)
+    assert standing.total == len(fleet.nodes) == len(HELD) + len(HEARD) + 2
+    assert standing.ready == sum(node.takes_work for node in fleet.nodes)
+    by_name = {node.name: node for node in fleet.nodes}
+    assert {node.name for node in standing.loaded} == {"heard 7", "heard 8"}
+    for node in (*standing.notable, *standing.loaded):
+        assert node.unavailable is by_name[node.name].unavailable
+    assert all(by_name[node.name].takes_work for node in standing.loaded)
 
 
 def test_a_strip_shows_gpus_memory_and_models_as_text_too(boss: Client) -> None:
