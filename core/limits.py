@@ -297,6 +297,10 @@ class NodeLimits:
     log_line_chars: int = bound(400, "characters", "A longer line of a node's log is cut.")
     log_ask_s: float = bound(2.0, "s", "A further question for the log of a node within it is not asked again.")
     log_answer_s: float = bound(15.0, "s", "A node that did not answer a question for its log is no longer waited for.")
+    hub_text_chars: int = bound(100, "characters", "A longer text is not looked for at a node's hub.")
+    hub_models: int = bound(20, "models", "Further models that a node finds at its hub are dropped.")
+    hub_files: int = bound(24, "files", "Further GGUF files of a repository that a node finds are dropped.")
+    hub_answer_s: float = bound(25.0, "s", "A node that found nothing out about its hub is no longer waited for.")
     log_kept_s: float = bound(600.0, "s", "What a node told of its log is deleted.")
 
     # Links that gateways open over HTTP

@@ -45,8 +45,8 @@ from nodes.errors import EnrolmentRefused, NodeNotFound, SessionUnknown
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
-from nodes.logs import LogChannel
 from nodes.models import Node, NodeCredential, NodePresence
+from nodes.questions import open_questions
 from nodes.reports import clean_status, store_endpoints
 from nodes.services import sessions
 from nodes.services.agents import AgentReport, AgentStanding, record_agent_heartbeats
@@ -208,7 +208,7 @@ class NodeChannel:
         self.tickets = TicketChannel(
             self.registry, self.agents, spawn=self.run_beside, wake=self._has_work.set, store=store_usage, hear=hear_usage
         )
-        self.logs = LogChannel(self.registry, wake=self._has_work.set)
+        self.questions = open_questions(self.registry, wake=self._has_work.set)
         self._drains_told: dict[uuid.UUID, datetime] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
@@ -371,7 +371,7 @@ class NodeChannel:
                 await self._store_statuses()
                 await self._store_reports()
                 await self.tickets.store()
-                await self.logs.store()
+                await self.questions.store()
                 await self._deliver()
                 await self._offer_policies()
                 await self._offer_checkpoints()
@@ -429,7 +429,7 @@ class NodeChannel:
     async def _deliver(self) -> None:
         if not self._is_due("commands", self.limits.channel_sweep_s):
             return
-        await self.logs.ask()
+        await self.questions.ask()
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         agents = {line.node_id: line.since for line in self.agents.values() if line.takes_operations}
         if not linked and not agents:

@@ -34,6 +34,7 @@ from nodes.session import (
     FrameDropped,
     GovernanceChanged,
     HeadArrived,
+    HubAnswered,
     LoadReported,
     LogTold,
     ModelsChanged,
@@ -64,7 +65,7 @@ Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""
 Event = dict[str, Any]
 """An ASGI event."""
-Told = OperationReported | GovernanceChanged | UsageReported | CertificateAsked | LogTold
+Told = OperationReported | GovernanceChanged | UsageReported | CertificateAsked | LogTold | HubAnswered
 """What a node says that the channel takes down."""
 Control = Registered | LoadReported | ModelsChanged | TelemetryArrived | ModeRequested | NodeLeaving | Told
 """What a node says beside its streams."""
@@ -243,7 +244,9 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             case CertificateAsked():
                 self._channel.tickets.take_certificate_request(link, effect.message)
             case LogTold():
-                self._channel.logs.take(link, effect.tail)
+                self._channel.questions.logs.take(link, effect.tail.query_id, effect.tail)
+            case HubAnswered():
+                self._channel.questions.hubs.take(link, effect.answer.query_id, effect.answer)
             case _:
                 assert_never(effect)
 

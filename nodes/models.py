@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from datetime import datetime
+from typing import NamedTuple
 
 from cryptography.fernet import Fernet, InvalidToken
 from django.conf import settings
@@ -437,6 +439,33 @@ class NodeLog(models.Model):
         default_permissions = ("view",)
         verbose_name = "log of a node"
         verbose_name_plural = "logs of nodes"
+
+    def __str__(self) -> str:
+        return str(self.node_id)
+
+
+class Question(NamedTuple):
+    """A question of somebody that a node is to answer. ``text``: what is looked for, where something is."""
+
+    query_id: uuid.UUID
+    text: str = ""
+
+
+class HubSearch(models.Model):
+    """What a node's hub has under a text, as somebody asked for it last. Deleted soon."""
+
+    node = models.OneToOneField(Node, on_delete=models.CASCADE, primary_key=True, related_name="hub_search")
+    query_id = models.UUIDField(help_text="Names the question; an answer to an older one is dropped")
+    text = models.CharField(max_length=200)
+    asked_at = models.DateTimeField()
+    told_at = models.DateTimeField(null=True, blank=True, help_text="When the node, or the gateway for it, answered")
+    error = models.CharField(max_length=500, blank=True, default="", db_default="", help_text="Why it found nothing out")
+    found = models.JSONField(default=list, db_default=[], help_text="Repositories, as the node names them")
+
+    class Meta:
+        default_permissions = ("view",)
+        verbose_name = "search of a hub"
+        verbose_name_plural = "searches of hubs"
 
     def __str__(self) -> str:
         return str(self.node_id)

@@ -533,6 +533,21 @@ def clean_log(tail: bridge.LogTail) -> None:
         line.text = _clean_text(line.text, bounds.log_line_chars)
 
 
+def clean_hub_answer(answer: bridge.HubAnswer) -> None:
+    """Cut a ``hub_answer``, in place."""
+    bounds = limits().nodes
+    answer.query_id = _keep_whole(answer.query_id, bounds.op_id_chars)
+    answer.error = _clean_text(answer.error, bounds.report_detail_chars)
+    answer.models = answer.models[: bounds.hub_models]
+    for model in answer.models:
+        model.name = _keep_whole(model.name, bounds.report_name_chars)
+        model.downloads = min(max(0, model.downloads), bounds.report_exact_integer)
+        model.task = _clean_text(model.task, bounds.report_word_chars)
+        found = (_keep_whole(name, bounds.report_name_chars) for name in model.files[: bounds.hub_files])
+        model.files = [name for name in found if name]
+    answer.models = [model for model in answer.models if model.name]
+
+
 def clean_result(result: dict[str, object]) -> dict[str, object]:
     """Return the result of an operation as it is, or one word on why it is not kept."""
     return result if _can_be_stored(result) else {"omitted": "it is too large, or cannot be stored"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.limits import NodeLimits
-from nodes.reports import clean_log, clean_models, clean_register, clean_report, clean_status, clean_telemetry
+from nodes.reports import clean_hub_answer, clean_log, clean_models, clean_register, clean_report, clean_status, clean_telemetry
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
 
@@ -139,6 +139,13 @@ class LogTold:
     tail: bridge.LogTail
 
 
+@dataclass(frozen=True, slots=True)
+class HubAnswered:
+    """The node says what its hub has (cut to size), whether it was asked or not."""
+
+    answer: bridge.HubAnswer
+
+
 class FrameDropped(msgspec.Struct, frozen=True, gc=False):
     """A late frame of a stream that is over; counted, never delivered."""
 
@@ -161,6 +168,7 @@ Effect = (
     | UsageReported
     | CertificateAsked
     | LogTold
+    | HubAnswered
     | FrameDropped
 )
 
@@ -388,6 +396,9 @@ class ServerSession:
             case bridge.LogTail():
                 clean_log(message)
                 return LogTold(message)
+            case bridge.HubAnswer():
+                clean_hub_answer(message)
+                return HubAnswered(message)
         raise ProtocolError("message not allowed here")
 
     def _take_error(self, message: bridge.WorkerError) -> list[Effect]:

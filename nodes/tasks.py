@@ -15,6 +15,7 @@ from nodes.services.drains import sweep_presence
 from nodes.services.figures import follow_uptime
 from nodes.services.gpus import follow_gpus
 from nodes.services.history import roll_up_history, sample_gpus
+from nodes.services.hub import forget_searches
 from nodes.services.logs import forget_logs
 from nodes.services.nodes import probe_direct_nodes, remove_dead_nodes
 from nodes.services.tickets import renew_ticket_key
@@ -47,6 +48,7 @@ def roll_up() -> None:
     """Sum up the history of GPUs, and delete what is too old, told logs too. Idempotent; the next one makes up for it."""
     roll_up_history()
     forget_logs()
+    forget_searches()
 
 
 @shared_task(name="nodes.tasks.tell_failed_reloads")  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -16,7 +16,7 @@ from runner import AGENT_VERSION
 from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink, GatewaySocket
 from runner.engines.port import EngineMaker, make_engine
-from runner.errors import ConfigError, InvalidSettings, SettingsConflict
+from runner.errors import ConfigError, DownloadFailed, InvalidSettings, SettingsConflict
 from runner.ledger.database import LedgerError
 from runner.limits import limits
 from runner.operations.commands import Commands
@@ -34,6 +34,8 @@ from wire.bridge import (
     CheckpointOffer,
     Draining,
     GovernanceReport,
+    HubAnswer,
+    HubQuery,
     LogQuery,
     ModeChange,
     ModelFacts,
@@ -122,6 +124,7 @@ class Runner:
             ticket_url=self.parts.tickets.url,
             takes_certificates=self.parts.tls is not None and self.parts.tls.is_from_gateways,
             tells_log=self._config.tells_log,
+            searches_hub=self.parts.pool.registry.library.has_hub,
         )
 
     async def take_sample(self) -> Telemetry:
@@ -206,10 +209,20 @@ class Runner:
             case LogQuery() if self._config.tells_log:
                 if (tail := self._log.answer(instruction.query_id)) is not None:
                     link.post(tail)
+            case HubQuery():
+                self._spawn(self._search_hub(link, instruction))
             case LogQuery():
                 log.warning("gateway asks for the log, which the owner keeps here gateway=%s", link.url)
             case _:
                 assert_never(instruction)
+
+    async def _search_hub(self, link: GatewayLink, query: HubQuery) -> None:
+        answer = HubAnswer(query_id=query.query_id)
+        try:
+            answer.models = await self.parts.pool.registry.library.search(query.text)
+        except DownloadFailed as error:
+            answer.error = str(error)[: limits().connection.detail_chars]
+        link.post(answer)
 
     def hear_time(self, server_ms: int) -> None:
         """Take the server's clock, by which tickets count."""

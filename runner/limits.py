@@ -379,6 +379,9 @@ class ModelsLimits:
     hub_connect_s: float = bound(10.0, "s", "A download breaks: the hub takes no connection.")
     hub_silence_s: float = bound(30.0, "s", "A download breaks: the hub sends nothing.")
     hub_pause_first_s: float = bound(0.5, "s", "A download that broke goes on; the pause doubles each time.")
+    hub_search_s: float = bound(15.0, "s", "A search of the hub ends.")
+    hub_search_bytes: int = bound(4 << 20, "bytes", "A longer answer of the hub to a search is not read.")
+    hub_found: int = bound(20, "models", "A search of the hub finds no more.")
     hub_tries: int = bound(6, "tries", "A download that broke so often in a row without a byte has failed.")
     # What delivers files for the hub refuses whole files above 50 GB.
     hub_window_bytes: int = bound(1 << 34, "bytes", "A longer file is fetched in several requests.")

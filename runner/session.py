@@ -17,6 +17,7 @@ from wire.bridge import (
     Cancel,
     CheckpointOffer,
     GracefulShutdown,
+    HubQuery,
     LogQuery,
     ModelsRefresh,
     NodeAuthorities,
@@ -175,9 +176,10 @@ class Reply:
 
 Effect = Opened | Cancelled | Credited | Reply
 Instruction = (
-    OpCommand | OpQuery | PolicyOffer | CheckpointOffer | TicketKeys | UsageTaken | NodeAuthorities | NodeCertificate | LogQuery
-)
-"""What the control plane says about operations, how they are decided, tickets, and certificates; and its wish for the log."""
+    OpCommand | OpQuery | PolicyOffer | CheckpointOffer | TicketKeys | UsageTaken | NodeAuthorities | NodeCertificate
+    | LogQuery | HubQuery
+)  # fmt: skip
+"""What the control plane says about operations, how they are decided, tickets, certificates, the log and the hub."""
 Notice = RegisterAck | Ping | ModelsRefresh | GracefulShutdown | NodeNotice | Instruction
 """A message that this session may be sent, to be acted on as it is."""
 

@@ -371,6 +371,16 @@ class LogQuery(Message, tag="log_query"):
     query_id: str
 
 
+class HubQuery(Message, tag="hub_query"):
+    """muster v1: asks for repositories of the node's hub that a text names. For nodes that registered ``searches_hub``.
+
+    Answered by a ``hub_answer`` with the same ``query_id``.
+    """
+
+    query_id: str
+    text: str
+
+
 # worker -> server
 
 
@@ -383,6 +393,7 @@ class Register(Message, tag="register"):
     engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``. ``ticket_url``: where clients reach the node's own
     HTTP API with a ticket; empty = it takes none. ``takes_certificates``: it wants one of the internal CA for that URL.
     ``tells_log``: it answers a ``log_query``; runners of earlier releases, and those whose owner forbids it, do not say so.
+    ``searches_hub``: it answers a ``hub_query``.
     """
 
     worker_name: str = "worker"
@@ -402,6 +413,7 @@ class Register(Message, tag="register"):
     ticket_url: str = ""
     takes_certificates: bool = False
     tells_log: bool = False
+    searches_hub: bool = False
 
 
 class ResponseChunk(Message, tag="response_chunk"):
@@ -541,6 +553,27 @@ class LogTail(Message, tag="log_tail"):
     left_out: int = 0
 
 
+class HubModel(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """A repository of a hub. ``task``: what the hub says it is for; ``is_gated``: its terms have to be accepted there.
+
+    ``files``: its GGUF files, by which a node loads one of them; empty = it has none, and is loaded as a whole.
+    """
+
+    name: str
+    downloads: int = 0
+    task: str = ""
+    is_gated: bool = False
+    files: list[str] = []
+
+
+class HubAnswer(Message, tag="hub_answer"):
+    """muster v1: repositories that the node may fetch, the most fetched first; or the ``error``: why there are none."""
+
+    query_id: str
+    models: list[HubModel] = []
+    error: str = ""
+
+
 ServerMessage = (
     RegisterAck
     | Request
@@ -558,6 +591,7 @@ ServerMessage = (
     | NodeAuthorities
     | NodeCertificate
     | LogQuery
+    | HubQuery
 )
 WorkerMessage = (
     Register
@@ -574,6 +608,7 @@ WorkerMessage = (
     | UsageReport
     | CertificateRequest
     | LogTail
+    | HubAnswer
 )
 
 _encoder = msgspec.json.Encoder()

@@ -35,7 +35,9 @@ from governance.operations.approvals import active_policy
 from governance.operations.proposals import Proposer, propose
 from governance.web.rules import say_needs
 from nodes.operations.load import KEEP, MODEL_LOAD, Room, read_rooms
+from nodes.services.hub import list_searchers, read_search
 from nodes.services.models import FleetModel, read_fleet_models
+from wire.ids import parse_id
 
 Context = dict[str, Any]  # Any: Django's template context
 KINDS: Mapping[ModelKind, str | Promise] = {
@@ -79,7 +81,19 @@ def describe_catalogue(request: HttpRequest) -> Context:
         "nodes": len(rooms),
         "context": limits().gateway.catalogue_context_tokens,
         "load_url": reverse("admin:gateway_model_load"),
-        "known": read_fleet_models(),
+        **_describe_search(asked.get("through", ""), text),
+    }
+
+
+def _describe_search(through: str, text: str) -> Context:
+    """Return what a node found at its hub, and the nodes that can be asked; two queries, and two of an open search."""
+    node_id = parse_id("node", through)
+    search = read_search(node_id) if node_id is not None else None
+    return {
+        "search": search,
+        "is_searching": search is not None and search.state == "asked",
+        "searchers": list_searchers(),
+        "search_text": search.text if search is not None else text,
     }
 
 

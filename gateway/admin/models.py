@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 from django import forms
 from django.conf import settings
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.utils import unquote
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
+from django.utils.http import urlencode
 from django.utils.text import format_lazy
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
@@ -21,7 +22,7 @@ from unfold.widgets import (
     UnfoldBooleanSwitchWidget,
 )
 
-from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, Text, Values
+from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, Text, Values, name_actor
 from core.errors import ContractError
 from core.limits import limits
 from gateway.admin.callers import NameListField, limit_field
@@ -29,6 +30,7 @@ from gateway.admin.loads import LoadForm, describe_catalogue, describe_load, mak
 from gateway.admin.model_pages import describe_list, describe_page
 from gateway.models import Model
 from gateway.services.compatibility import change_model_requirements, print_document, read_requirements
+from gateway.services.errors import InvalidValue
 from gateway.services.limits import CAPS, default_caps, model_caps
 from gateway.services.models import (
     allow_model,
@@ -42,6 +44,8 @@ from gateway.services.models import (
 )
 from gateway.values import Weights
 from governance.web.pages import find_proposer
+from nodes.services.hub import search_hub
+from wire.ids import parse_id
 
 DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy", "resumes")
 
@@ -373,11 +377,25 @@ class AllowListAdmin(CreatingAdmin):
         return self.render_page(request, f"admin/muster/{template}.html", page)
 
     def catalogue_view(self, request: HttpRequest) -> HttpResponse:
-        """Show the open models that nodes can fetch, and on which of them they fit."""
+        """Show the open models that nodes can fetch, and on which of them they fit; on POST have a node search its hub."""
         self._require_viewer(request)
+        if request.method == "POST":
+            return self._search_hub(request)
         return self.render_page(
             request, "admin/muster/catalogue.html", {"title": _("Catalogue"), **describe_catalogue(request)}
         )
+
+    def _search_hub(self, request: HttpRequest) -> HttpResponse:
+        text, through = request.POST.get("text", ""), request.POST.get("through", "")
+        try:
+            node_id = parse_id("node", through)
+            if node_id is None:
+                raise InvalidValue(_("Choose a node that is to search."), param="through")
+            search_hub(node_id=node_id, text=text, actor=name_actor(request))
+        except ContractError as refusal:
+            messages.error(request, refusal.message)
+        query = urlencode({"q": text, "through": through})
+        return HttpResponseRedirect(f"{reverse('admin:gateway_catalogue')}?{query}#hub")
 
     def load_view(self, request: HttpRequest) -> HttpResponse:
         """Ask on GET where a model is to be loaded; on POST ask for its load, and lead to the page that follows it."""

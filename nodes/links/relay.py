@@ -90,6 +90,7 @@ class RelayLink(Link):
         "ping_at",
         "ping_interval_s",
         "registered_endpoints",
+        "searches_hub",
         "session",
         "telemetry",
         "tells_log",
@@ -133,6 +134,8 @@ class RelayLink(Link):
         """Entries of the last audit checkpoint that the node was offered in this session."""
         self.registered_endpoints: tuple[str, ...] = ()
         """API paths of every model whose replicas say nothing else; empty = any."""
+        self.searches_hub = False
+        """Whether the node answers a question for what its hub has."""
         self.tells_log = False
         """Whether the node answers a question for its log."""
         self.told_ticket_keys: tuple[str, ...] | None = None
@@ -187,6 +190,7 @@ class RelayLink(Link):
         )
         self.contexts, self.engines = find_contexts(message.replicas), find_engines(message.replicas)
         self.governance, self.tells_log = message.governance, message.tells_log
+        self.searches_hub = message.searches_hub
         self.registered_endpoints = tuple(message.endpoints)
         self.endpoints = self.find_endpoints(self.models)
         self.has_news = True

@@ -14,7 +14,7 @@ from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
 from nodes.errors import NodeNotFound
-from nodes.models import Node, NodeLog, Reach, presence_of, read_clock
+from nodes.models import Node, NodeLog, Question, Reach, presence_of, read_clock
 from nodes.reports import read_stored
 from wire.bridge import LogLine, LogTail
 from wire.ids import new_uuid7
@@ -83,10 +83,11 @@ def _holds_socket(node: Node) -> bool:
     return node.reach == Reach.RELAY.value and presence_of(node).connected
 
 
-def list_questions() -> dict[uuid.UUID, uuid.UUID]:
+def list_log_questions() -> dict[uuid.UUID, Question]:
     """Return by node the questions that wait for an answer; one query."""
     since = read_clock() - timedelta(seconds=limits().nodes.log_answer_s)
-    return dict(NodeLog.objects.filter(told_at=None, asked_at__gt=since).values_list("pk", "query_id"))
+    rows = NodeLog.objects.filter(told_at=None, asked_at__gt=since).values_list("pk", "query_id")
+    return {node_id: Question(query_id) for node_id, query_id in rows}
 
 
 def store_log(node_id: uuid.UUID, query_id: uuid.UUID, tail: LogTail | None) -> None:

@@ -23,6 +23,7 @@ from typing import BinaryIO, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from runner.definitions.plan import Progress, Report
 from runner.errors import DownloadFailed
@@ -30,6 +31,8 @@ from runner.library.cache import RepoCache
 from runner.library.files import COMMIT, PICKLE_REASON, SEGMENT, first_part, gguf_groups, is_pickle
 from runner.limits import limits
 from wire import clock
+from wire.bridge import HubModel
+from wire.unreadable import UNREADABLE
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,6 +66,28 @@ class _Shared:
     reports: list[Report]
 
 
+class _File(msgspec.Struct):
+    rfilename: str
+
+
+class _Listed(msgspec.Struct):
+    """A repository as the hub's list of models has it."""
+
+    id: str
+    downloads: int = 0
+    pipeline_tag: str | None = None
+    gated: bool | str = False
+    siblings: list[_File] = []
+
+    def describe(self) -> HubModel:
+        """Return it for a page; of a file in parts the first names all of them."""
+        names = [file.rfilename for file in self.siblings if file.rfilename.endswith(".gguf")]
+        first = sorted({first_part(name) for name in names}) if names else []
+        return HubModel(
+            name=self.id, downloads=self.downloads, task=self.pipeline_tag or "", is_gated=bool(self.gated), files=first
+        )  # fmt: skip
+
+
 def disk_free(folder: Path) -> int:
     """Return the bytes that may still be written where a folder is, or would be."""
     while not folder.exists() and folder != folder.parent:
@@ -92,6 +117,7 @@ class Hub:
         self._allow = allow
         self._free_bytes = free_bytes
         self._running: dict[tuple[str, str, str | None], _Shared] = {}
+        self._search = asyncio.Lock()
         self._locks: dict[str, asyncio.Lock] = {}
 
     def allows(self, repo_id: str) -> bool:
@@ -116,6 +142,43 @@ class Hub:
                 self._running.pop(key, None)
                 shared.task.cancel()
                 await asyncio.wait({shared.task})
+
+    async def search(self, text: str) -> list[HubModel]:
+        """Return the repositories that a text names and that may be fetched, those that are fetched most first.
+
+        One search at a time. Raises DownloadFailed, with the reason and what would help.
+        """
+        if self._search.locked():
+            raise DownloadFailed("The node is still searching for something else; try again in a moment.")
+        async with self._search:
+            try:
+                async with asyncio.timeout(limits().models.hub_search_s):
+                    said = await self._ask_models(text)
+                found = msgspec.json.decode(said, type=list[_Listed])
+            except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:
+                raise DownloadFailed(
+                    f"The hub at {self._endpoint} cannot be searched ({type(error).__name__}). Check the network of the node, "
+                    "HF_ENDPOINT and HF_TOKEN."
+                ) from None
+        return [one.describe() for one in found if self.allows(one.id)][: limits().models.hub_found]
+
+    async def _ask_models(self, text: str) -> bytes:
+        asked = [("search", text), ("sort", "downloads"), ("direction", "-1"), ("limit", str(limits().models.hub_found))]
+        asked += [("expand[]", name) for name in ("downloads", "pipeline_tag", "gated", "siblings")]
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            # A redirect would take the token elsewhere.
+            http.get(f"{self._endpoint}/api/models", params=asked, allow_redirects=False) as answer,
+        ):
+            if answer.status != HTTPStatus.OK:
+                raise DownloadFailed(f"The hub at {self._endpoint} answers {answer.status} to a search; try again later.")
+            said = bytearray()
+            async for part in answer.content.iter_any():
+                said += part
+                if len(said) > limits().models.hub_search_bytes:
+                    raise DownloadFailed("The hub answers with more than can be read; search for something narrower.")
+            return bytes(said)
 
     def _start(self, key: tuple[str, str, str | None]) -> _Shared:
         reports: list[Report] = []

@@ -30,6 +30,7 @@ from runner.library.files import (
     split_repo_id,
 )
 from runner.library.hub import Hub, run_to_its_end
+from wire.bridge import HubModel
 
 
 class Library:
@@ -91,6 +92,16 @@ class Library:
             return False
         repo = split_repo_id(tuple(model_id.split("/")))
         return repo is not None and self._hub.allows(repo[0])
+
+    @property
+    def has_hub(self) -> bool:
+        return self._hub is not None
+
+    async def search(self, text: str) -> list[HubModel]:
+        """Return the repositories of the hub that a text names and that may be fetched. Raises DownloadFailed."""
+        if self._hub is None:
+            raise DownloadFailed("Downloads are switched off on this node.")
+        return await self._hub.search(text)
 
     async def fetch(self, model_id: str, *, revision: str | None, report: Report) -> Path:
         """Fetch a repository (``org/name``) or one GGUF of it (``org/name/file``), and return where it lies.

@@ -68,6 +68,25 @@ class HubServer:
         siblings = [self._sibling(name, content) for name, content in self.files[repo].items()]
         return web.json_response({"id": repo, "modelId": repo, "sha": self.commit, "private": False, "siblings": siblings})
 
+    async def search(self, request: web.Request) -> web.StreamResponse:
+        """``/api/models?search=…``: what its name holds, with the members that were asked for."""
+        self._note(request)
+        if self.statuses:
+            return web.Response(status=self.statuses.pop(0))
+        if self.hold is not None:
+            await self.hold.wait()
+        found = [repo for repo in self.files if request.query["search"] in repo][: int(request.query["limit"])]
+        return web.json_response(
+            [
+                {
+                    "_id": "0" * 24, "id": repo, "downloads": 7, "pipeline_tag": "text-generation",
+                    "gated": "manual" if repo in self.gated else False,
+                    "siblings": [{"rfilename": name} for name in self.files[repo]],
+                }
+                for repo in found
+            ]
+        )  # fmt: skip
+
     def _sibling(self, name: str, content: bytes) -> dict[str, object]:
         blob_id = hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
         entry: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": blob_id}
@@ -152,6 +171,7 @@ class HubServer:
 async def serve_hub(server: HubServer) -> AsyncIterator[HubServer]:
     """Serve it on two ports of loopback, the hub's own and the CDN's."""
     app = web.Application()
+    app.router.add_get("/api/models", server.search)
     app.router.add_get("/api/models/{org}/{name}", server.info)
     app.router.add_get("/api/models/{org}/{name}/revision/{revision}", server.info)
     app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", server.resolve)

@@ -352,3 +352,42 @@ async def test_a_checkpoint_that_cannot_be_had_fails_the_load(tmp_path: Path, fi
             with pytest.raises(RunnerError, match=words):
                 await load(parts, "painter")
             assert words in str(find(parts, "painter").last_error)
+
+
+async def test_a_search_names_what_may_be_fetched_and_the_first_of_parts(tmp_path: Path) -> None:
+    server = make_server(gated={"acme/tiny"}, token=SECRET)
+    server.files |= {
+        "acme/tiny-parts": {f"big-0000{n}-of-00002.gguf": b"" for n in (1, 2)} | {"small.gguf": b"", "README.md": b""},
+        "evil/tiny": {"a.gguf": b""},
+    }
+    async with serve_hub(server):
+        found = await make_hub(server, tmp_path, allow=("acme/*",), token=SECRET).search("tiny")
+    assert [(one.name, one.is_gated, one.files) for one in found] == [
+        ("acme/tiny", True, []), ("acme/tiny-parts", False, ["big-00001-of-00002.gguf", "small.gguf"]),
+    ]  # fmt: skip
+    assert (found[0].downloads, found[0].task) == (7, "text-generation")
+    assert [seen.authorization for seen in server.seen] == [f"Bearer {SECRET}"]
+
+
+async def test_a_search_that_cannot_be_made_says_why_within_its_time(tmp_path: Path) -> None:
+    server = make_server(statuses=[503])
+    async with serve_hub(server):
+        hub = make_hub(server, tmp_path)
+        with pytest.raises(DownloadFailed, match="answers 503 to a search"):
+            await hub.search("tiny")
+        set_runner_limits(models={"hub_search_bytes": 10})
+        with pytest.raises(DownloadFailed, match="search for something narrower"):
+            await hub.search("tiny")
+        set_runner_limits(models={"hub_search_s": 0.05})
+        server.hold = asyncio.Event()
+        asked = asyncio.create_task(hub.search("tiny"))
+        await eventually(lambda: len(server.seen) == 3)
+        with pytest.raises(DownloadFailed, match="still searching for something else"):
+            await hub.search("other")
+        with pytest.raises(DownloadFailed, match="cannot be searched \\(TimeoutError\\)"):
+            await asked
+        server.hold.set()
+    with pytest.raises(DownloadFailed, match="cannot be searched"):
+        await hub.search("tiny")
+    with pytest.raises(DownloadFailed, match="switched off"):
+        await Library(None, None, None, read_shape=read_shape).search("tiny")
