@@ -25,7 +25,19 @@ RANGES: dict[str, tuple[str | Promise, timedelta]] = {
 Unit = Literal["requests", "tokens", "ms", "MiB", "%", "W", "°C", ""]
 Kind = Literal["bars", "lines", "areas"]
 Colour = Literal[
-    "good", "refused", "fault", "cancelled", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"
+    "good",
+    "refused",
+    "fault",
+    "cancelled",
+    "unused",
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
 ]
 """A custom property ``--mst-line-…`` of ``muster/chart.css``, in a light and a dark palette."""
 

@@ -905,7 +905,6 @@ class GatewayLimits:
     page_export_rows: int = bound(100_000, "rows", "A file of requests or of usage is cut there, and its last line says so.")
     page_node_requests: int = bound(20, "requests", "The page of a node shows no more of the newest ones.")
     page_node_recent_s: float = bound(86_400.0, "s", "The page of a node shows no older ones.")
-    page_recent_records: int = bound(5000, "records", "The filter of nodes looks at no more.")
     page_exact_rows: int = bound(10_000, "rows", "A longer list shows an estimate of its length.")
     page_body_chars: int = bound(100_000, "bytes", "A longer kept answer is cut on its page, and not indented.")
     page_models: int = bound(100, "models", "A page of the list of models has no more rows.")

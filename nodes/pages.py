@@ -349,7 +349,7 @@ def _list_trust(node: Node) -> Iterable[Fact]:
     if node.op_level == "L2":
         yield _describe_policy(node, newest)
         if node.policy_version and node.policy_sha256:
-            yield Fact(_("Twelve words of that policy"), policy_words(node.policy_sha256), reverse("approvals:policy"))
+            yield Fact(_("Twelve words of that policy"), policy_words(node.policy_sha256), url=reverse("approvals:policy"))
     if node.policy_error:
         yield Fact(_("Refused policy"), node.policy_error, is_bad=True)
     if node.clock_skew_ms is not None:

@@ -69,7 +69,7 @@ def _draw(node_id: uuid.UUID, span: timedelta, url: str) -> list[Chart]:
         Line(_("failed"), [one.failed for one in sums], "fault"),
         Line(_("cancelled"), [one.cancelled for one in sums], "cancelled"),
     )
-    times = (Line(_("half"), [one.p50_ms for one in sums], "first"), Line(_("95 %"), [one.p95_ms for one in sums], "second"))
+    times = (Line(_("median"), [one.p50_ms for one in sums], "first"), Line(_("95 %"), [one.p95_ms for one in sums], "second"))
     tokens = (Line(_("written"), [one.completion_tokens for one in sums], "first"),)
     link = f"{url}&since={{since}}&until={{until}}"
     return [

@@ -153,7 +153,7 @@ def _chart_memory(history: _History) -> Chart:
     other = [None if u is None else u - (h or 0) - (c or 0) for u, h, c in zip(used, held, cached, strict=True)]
     lines = [Line(_("weights"), held, "first"), Line(_("KV cache"), cached, "third"), Line(_("other"), other, "second")]
     if total:
-        lines.append(Line(_("free"), [None if u is None else max(0, total - u) for u in used], "cancelled"))
+        lines.append(Line(_("free"), [None if u is None else max(0, total - u) for u in used], "unused"))
     return Chart(
         "memory", _("GPU memory"), "MiB", history.starts, history.step_s, tuple(lines), "areas", is_stacked=True
     )  # fmt: skip

@@ -116,7 +116,7 @@ class ScriptedBox(Dialled):
             worker_name=name, models=list(models), max_concurrent=max_concurrent, protocol_version=bridge.MUSTER_V1,
             instance_id=instance_id or uuid.uuid4().hex, agent_version="scripted", endpoints=list(endpoints),
             gpus=[bridge.GpuInfo(index=0, name="Scripted GPU", memory_total_mb=24576, memory_used_mb=1024)],
-            replicas=loaded if replicas is None else list(replicas), governance=governance,
+            replicas=loaded if replicas is None else list(replicas), governance=governance, tells_log=True,
         ))  # fmt: skip
         await box._wait(lambda: box.ack is not None, DEADLINE_S, "register_ack")
         return box
@@ -137,6 +137,9 @@ class ScriptedBox(Dialled):
             self.ack = message
         elif isinstance(message, bridge.Ping):
             await self.send(bridge.Pong(current_load=self.load))
+        elif isinstance(message, bridge.LogQuery):
+            lines = [bridge.LogLine(at_ms=1_700_000_000_000, level="warning", text="scripted: <b>all is well</b>")]
+            await self.send(bridge.LogTail(query_id=message.query_id, lines=lines))
 
     def _take_frame(self, frame: frames.Frame) -> None:
         whole = bool(frame.flags & frames.FLAG_FIN)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from django.contrib.sessions.models import Session
+from django.db.models.functions import Now
 from playwright.sync_api import Page, WebSocketRoute, expect
 
 from gateway.models import RequestRecord
@@ -20,6 +21,7 @@ from gateway.routing import Target
 from gateway.services.models import allow_model, create_alias
 from gateway.services.tenants import create_tenant
 from nodes.models import Node
+from nodes.pages import TABS
 from tests.fakes.control_process import ServerProcess, free_port
 from tests.fakes.engines.scripted_server import run_engine, stream_words
 from tests.fakes.nodes import ACTOR, make_credential, make_key, make_node, make_presence, make_record
@@ -72,7 +74,7 @@ def test_a_list_is_followed_without_a_reload_and_holds_still_under_a_hand(visit:
     page = visit.page
     visit.open("/admin/nodes/node/")
     table = page.locator("#result_list")
-    expect(table).to_contain_text("available")
+    expect(table).to_contain_text("ready")
     page.evaluate("window.isSamePage = true")
     in_database(lambda: make_presence(make_node("aft"), age_s=-3600))
     in_database(lambda: Node.objects.filter(pk=node.pk).update(draining=True))
@@ -156,8 +158,7 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
     expect(table(page, "Loading")).to_contain_text("37 s")
     expect(table(page, "Failed")).to_contain_text("model.bin ends after 12 MiB")
     expect(page.locator("#node")).to_contain_text("3 waiting on the node, 0.42 s on average")
-    expect(page.locator("#node .mst-chips")).to_contain_text("nomic-embed-text-v1.5")
-    expect(page.locator("#node h2 small").first).to_contain_text("live")
+    expect(page.get_by_role("link", name="1 more model could be loaded")).to_be_visible()
     attic.say(LLAMA, ReplicaInfo(model="qwen3-14b", state="loaded", engine="vllm", slots=8))
     attic.run(attic.box.send(ModelsUpdate(models=["llama-3.1-8b-instruct", "qwen3-14b"])))
     expect(table(page, "Loaded")).to_contain_text("0 / 8")
@@ -175,6 +176,63 @@ def test_words_of_a_box_never_become_markup(visit: Visit, attic: LoadingNode) ->
     )  # fmt: skip
     expect(table(visit.page, "Loading")).to_contain_text("onerror=alert(1)")
     assert visit.page.locator("#node img[src=x], #node script:not([src])").count() == 0
+    node = in_database(Node.objects.get)
+    for tab in TABS:
+        visit.open(f"/admin/nodes/node/{node.pk}/tab/{tab}/")
+        assert visit.page.locator("#content img[src=x]").count() == 0
+
+
+def test_the_tabs_of_a_node_are_walked_by_keyboard_and_its_log_comes_from_the_node(visit: Visit, attic: LoadingNode) -> None:
+    page = visit.page
+    for name in ("Models", "Requests", "Events", "Log"):
+        link = page.get_by_role("navigation", name="Pages of attic").get_by_role("link", name=name, exact=True)
+        link.focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("navigation", name="Pages of attic").locator("[aria-current=page]")).to_have_text(name)
+        assert find_violations(page) == []
+    log = page.get_by_role("region", name="Log of the runner")
+    expect(log).to_contain_text("scripted: <b>all is well</b>")
+    assert find_violations(page) == []
+
+
+def test_may_i_reboot_this_node_is_two_clicks_from_overview_and_the_answer_follows_the_drain(
+    visit: Visit, attic: LoadingNode
+) -> None:
+    page = visit.page
+    visit.open("/admin/")
+    page.get_by_role("link", name="attic").first.click()
+    answer = page.locator(".mst-power")
+    expect(answer).to_contain_text("Not yet.")
+    answer.get_by_role("link", name="Drain it, so that it may go").click()
+    page.get_by_role("button", name="Drain").click()
+    expect(page.locator("#node-head")).to_contain_text("draining")
+    page.evaluate("window.notReloaded = true")
+    attic.say(LLAMA)
+    in_database(lambda: Node.objects.update(drained_at=Now()))
+    attic.run(attic.box.send(Telemetry(current_load=0, replicas=[LLAMA])))
+    expect(answer).to_contain_text("Yes. It gets no new work, and nothing runs on it.")
+    expect(page.locator("#node-head")).to_contain_text("safe to power off since")
+    assert page.evaluate("window.notReloaded")
+    assert find_violations(page) == []
+
+
+def test_many_nodes_are_cordoned_by_keyboard_after_one_question(visit: Visit) -> None:
+    in_database(lambda: [make_presence(make_node(name), age_s=-3600) for name in ("aft", "attic")])
+    visit.sign_in()
+    page = visit.page
+    visit.open("/admin/nodes/node/")
+    for box in page.locator("#result_list input[name=_selected_action]").all():
+        box.focus()
+        page.keyboard.press("Space")
+    page.locator("select[name=action]").select_option("cordon_nodes")
+    page.get_by_role("button", name="Run").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#content")).to_contain_text("Cordon: 2 nodes?")
+    assert find_violations(page) == []
+    page.get_by_role("button", name="Cordon").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#result_list")).to_contain_text("cordoned")
+    assert in_database(lambda: Node.objects.filter(cordoned=True).count()) == 2
 
 
 MODEL = "llama-3.1-8b-instruct"
