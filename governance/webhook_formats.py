@@ -48,6 +48,7 @@ _LOOKS = {
     Severity.IMPAIRED: _Look(0xF79009, "warning", 4, "warning"),
     Severity.NOTICE: _Look(0x2E90FA, "accent", 3, "information_source"),
 }
+_MARKDOWN = re.compile(r"([\\*_~`|\[\]<>#])")
 _TOPIC = re.compile(r"/([-_A-Za-z0-9]{1,64})/?")
 
 
@@ -85,7 +86,8 @@ def _escape_slack(text: str) -> str:
 def _write_discord(chat: Chat, _url: str) -> dict[str, object]:
     bounds = limits().governance
     embed: dict[str, object] = {
-        "title": _cut(chat.title, bounds.discord_title_chars), "description": _cut(chat.text, bounds.discord_chars),
+        "title": _cut(_escape_discord(chat.title), bounds.discord_title_chars),
+        "description": _cut(_escape_discord(chat.text), bounds.discord_chars),
         "color": _look_of(chat).colour,
     }  # fmt: skip
     if chat.link:
@@ -96,13 +98,17 @@ def _write_discord(chat: Chat, _url: str) -> dict[str, object]:
     return {"embeds": [embed], "allowed_mentions": {"parse": []}}
 
 
+def _escape_discord(text: str) -> str:
+    # A node that calls itself [pay here](https://…) shall make no link.
+    return _MARKDOWN.sub(r"\\\1", text)
+
+
 def _write_teams(chat: Chat, _url: str) -> dict[str, object]:
     text = _cut(chat.text, limits().governance.teams_chars)
-    title: dict[str, object] = {"type": "TextBlock", "text": chat.title, "weight": "bolder", "size": "medium", "wrap": True}
-    title["color"] = _look_of(chat).style
-    body = [title, {"type": "TextBlock", "text": text, "wrap": True}]
+    body = [_run(chat.title, weight="bolder", size="medium", color=_look_of(chat).style)]
+    body += [_run(line) for line in text.splitlines() if line]
     if chat.label:
-        body.append({"type": "TextBlock", "text": chat.label, "isSubtle": True, "wrap": True})
+        body.append(_run(chat.label, isSubtle=True))
     card: dict[str, object] = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json", "type": "AdaptiveCard", "version": "1.4", "body": body,
     }  # fmt: skip
@@ -110,6 +116,11 @@ def _write_teams(chat: Chat, _url: str) -> dict[str, object]:
         card["actions"] = [{"type": "Action.OpenUrl", "title": "Muster", "url": chat.link}]
     attachment = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None, "content": card}
     return {"type": "message", "attachments": [attachment]}
+
+
+def _run(text: str, **style: object) -> dict[str, object]:
+    # A TextBlock would read Markdown.
+    return {"type": "RichTextBlock", "inlines": [{"type": "TextRun", "text": text, **style}]}
 
 
 def _write_ntfy(chat: Chat, url: str) -> dict[str, object]:

@@ -15,6 +15,12 @@ ALERT = Chat(
     "rig <b> & co is offline.", "Check its power.\nSince 2026-11-28 21:00:00 UTC.", LINK, Severity.DOWN, "down"
 )  # fmt: skip
 HOOK = "https://hooks.example.com/T0/B0/secret?wait=true"
+
+
+def run(text: str, **style: object) -> dict[str, Any]:
+    return {"type": "RichTextBlock", "inlines": [{"type": "TextRun", "text": text, **style}]}
+
+
 GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
     "slack": (HOOK, {
         "text": "rig &lt;b&gt; &amp; co is offline.",
@@ -26,7 +32,7 @@ GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "discord": (HOOK, {
         "embeds": [{
-            "title": "rig <b> & co is offline.", "description": "Check its power.\nSince 2026-11-28 21:00:00 UTC.",
+            "title": "rig \\<b\\> & co is offline.", "description": "Check its power.\nSince 2026-11-28 21:00:00 UTC.",
             "color": 0xD92D20, "url": LINK, "footer": {"text": "down"},
         }],
         "allowed_mentions": {"parse": []},
@@ -38,10 +44,8 @@ GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
             "content": {
                 "$schema": "http://adaptivecards.io/schemas/adaptive-card.json", "type": "AdaptiveCard", "version": "1.4",
                 "body": [
-                    {"type": "TextBlock", "text": "rig <b> & co is offline.", "weight": "bolder", "size": "medium",
-                        "color": "attention", "wrap": True},
-                    {"type": "TextBlock", "text": "Check its power.\nSince 2026-11-28 21:00:00 UTC.", "wrap": True},
-                    {"type": "TextBlock", "text": "down", "isSubtle": True, "wrap": True},
+                    run("rig <b> & co is offline.", weight="bolder", size="medium", color="attention"),
+                    run("Check its power."), run("Since 2026-11-28 21:00:00 UTC."), run("down", isSubtle=True),
                 ],
                 "actions": [{"type": "Action.OpenUrl", "title": "Muster", "url": LINK}],
             },
@@ -80,3 +84,13 @@ def test_an_end_and_what_is_no_alert_look_calm_and_long_texts_are_cut(name: str)
 )  # fmt: skip
 def test_a_topic_of_ntfy_is_the_whole_path(url: str, topic: str) -> None:
     assert find_topic(url) == topic
+
+
+def test_a_name_makes_no_link_and_calls_nobody() -> None:
+    sly = Chat("[pay](https://evil.test) <!channel>", "<https://evil.test|here> @everyone", "")
+    embed = json.loads(write_post("discord", sly, HOOK)[1])["embeds"][0]
+    assert embed["title"] == r"\[pay\](https://evil.test) \<!channel\>"
+    assert embed["description"] == r"\<https://evil.test\|here\> @everyone"
+    (section,) = json.loads(write_post("slack", sly, HOOK)[1])["blocks"]
+    said = section["text"]["text"]
+    assert said == "*[pay](https://evil.test) &lt;!channel&gt;*\n&lt;https://evil.test|here&gt; @everyone"
