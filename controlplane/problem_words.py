@@ -11,11 +11,12 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
+from django.conf import settings
 from django.urls import reverse
 from django.utils import formats
 from django.utils.functional import Promise
+from django.utils.translation import get_language, ngettext_lazy
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import ngettext_lazy
 
 from controlplane.templatetags.muster import print_duration
 from gateway.services.explanations import join_names
@@ -66,6 +67,7 @@ KINDS: dict[str, Text] = {
     "requests.waiting": _("Requests wait"),
     "valkey.silent": _("Valkey silent"),
     "valkey.unreadable": _("Unreadable messages"),
+    "webhook.failing": _("Webhook fails"),
 }
 
 _NO_POWER = _("Check its power, its network and the runner's log.")
@@ -87,6 +89,14 @@ WORDS_OF: dict[str, Words] = {
             "messages",
         ),
         _("Something else writes there: see its list muster.unreadable. Deleting muster.unreadable.total ends this alert."),
+    ),
+    "webhook.failing": Words(
+        ngettext_lazy(
+            "The webhook %(webhook)s does not take %(messages)d message.",
+            "The webhook %(webhook)s does not take %(messages)d messages.",
+            "messages",
+        ),
+        _("It says: %(detail)s. Send a test from its page."),
     ),
     "node.none": Words(_("No node has connected yet."), _("Add a node.")),
     "node.unavailable": Words(_("No node takes work."), _("Clients get NO_AVAILABLE_NODE. Start, uncordon or undrain one.")),
@@ -246,6 +256,8 @@ def _print_value(name: str, value: object) -> Any:
         return print_duration(value)
     if name.endswith("_at") and isinstance(value, str):
         return formats.date_format(datetime.fromisoformat(value), "DATE_FORMAT")
+    if isinstance(value, dict):  # said in each language when it was seen
+        return value.get(get_language() or "") or value.get(settings.LANGUAGE_CODE, "")
     return join_names(value) if isinstance(value, list) else value
 
 
@@ -261,6 +273,8 @@ def _find_object(alert: AlertFacts) -> str:
             return _list("gateway_model", q=alert.object_id)
         case "gateway":
             return _list("gateway_gatewayprocess")
+        case "webhook":
+            return reverse("admin:governance_webhookendpoint_change", args=[alert.object_id])
         case "policy":
             return reverse("approvals:policy")
     return ""
@@ -273,7 +287,7 @@ def _list(listed: str, **query: str) -> str:
 _FIXES: Mapping[str, Callable[[AlertFacts], tuple[Text, str]]] = {
     "gateway.none": lambda _alert: (_("Gateway processes"), _list("gateway_gatewayprocess")),
     "gateway.silent": lambda _alert: (_("Gateway processes"), _list("gateway_gatewayprocess")),
-    "node.none": lambda _alert: (_("New node credential"), reverse("admin:nodes_nodecredential_add")),
+    "node.none": lambda _alert: (_("Add node"), reverse("admin:nodes_nodecredential_add")),
     "node.unavailable": lambda _alert: (_("Nodes"), _list("nodes_node")),
     "requests.waiting": lambda _alert: (_("Requests in progress"), _list("gateway_requestrecord", state="open")),
     "requests.failed": lambda _alert: (_("Failed requests"), _list("gateway_requestrecord", state="wrong", range="1h")),

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
+from django.conf import settings
+from django.utils import translation
+
 from core.hints import read_unreadable
 from core.limits import limits
 from gateway.services.explanations import Wait, WaitingModel, explain_waits, read_waits
@@ -24,7 +27,7 @@ from gateway.services.requests import (
 from gateway.services.rollups import Sums, read_counted_until, read_series
 from gateway.services.usage import UsedBudget, find_used_budgets
 from governance.alerts import AlertObject, Param, Problem, look
-from governance.notices import deliver_due, is_delivery_due
+from governance.notices import FailingWebhook, deliver_due, find_failing_webhooks, is_delivery_due
 from governance.operations.approvals import active_policy
 from governance.states import Severity
 from nodes.operations.load import LostModel, find_lost_models
@@ -59,6 +62,7 @@ class SlowFacts:
     authority_ends_at: datetime | None = None
     """When the CA that gives nodes certificates ends; None = there is none."""
     budgets: tuple[UsedBudget, ...] = ()
+    webhooks: tuple[FailingWebhook, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class Facts:
     unserved: Mapping[str, Wait] = field(default_factory=dict)
     gateways: tuple[GatewayHealth, ...] = ()
     lost_models: tuple[LostModel, ...] = ()
+    explained: Mapping[str, Mapping[str, Wait]] = field(default_factory=dict)
+    """Language → model → why it waits, said in that language."""
 
 
 def read_slow_facts() -> SlowFacts:
@@ -87,30 +93,42 @@ def read_slow_facts() -> SlowFacts:
         counted_until=read_counted_until(),
         authority_ends_at=find_authority_end(),
         budgets=find_used_budgets(),
+        webhooks=find_failing_webhooks(),
     )
 
 
 def read_facts(slow: SlowFacts) -> Facts:
-    """Collect what changes from one second to the next; eleven queries at most, and one for each lost model."""
+    """Collect what changes from one second to the next; a fixed number of queries, and one for each lost model."""
     fleet, open_requests = read_fleet(), read_open_requests()
     waits = read_waits() if open_requests.queued else ()
     missing = slow.allowed.keys() - fleet.served_models - {waiting.model for waiting in waits}
     asked_most = sorted(missing, key=lambda model: (-slow.allowed[model], model))[: limits().gateway.page_waiting_models]
+    explained = _explain_in_languages([*(waiting.model for waiting in waits), *asked_most])
     return Facts(
         fleet=fleet,
         open_requests=open_requests,
         slow=slow,
         now=clock.now(),
         waits=waits,
-        unserved=explain_waits(asked_most),
+        unserved={model: explained[settings.LANGUAGE_CODE][model] for model in asked_most},
+        explained=explained,
         gateways=read_gateways(),
         lost_models=find_lost_models(),
     )
 
 
+def _explain_in_languages(models: Sequence[str]) -> dict[str, dict[str, Wait]]:
+    found = {}
+    for language, _name in settings.LANGUAGES:
+        with translation.override(language):
+            found[language] = explain_waits(models)
+    return found
+
+
 def look_for_problems() -> bool:
     """Bring the alerts in line with what is wrong now; False while another process does."""
-    return look(lambda: find_problems(read_facts(read_slow_facts())))
+    with translation.override(settings.LANGUAGE_CODE):
+        return look(lambda: find_problems(read_facts(read_slow_facts())))
 
 
 def watch() -> int:
@@ -145,6 +163,12 @@ def _find_silent_valkey(facts: Facts) -> Iterable[Problem]:
         yield Problem("valkey.silent")
 
 
+def _find_failing_webhooks(facts: Facts) -> Iterable[Problem]:
+    for one in facts.slow.webhooks:
+        of = AlertObject("webhook", str(one.webhook_id), one.name)
+        yield Problem("webhook.failing", object=of, params={"messages": one.waiting, "detail": one.error}, since=one.since)
+
+
 def _find_no_node(facts: Facts) -> Iterable[Problem]:
     if not facts.fleet.nodes:
         yield Problem("node.none", Severity.DOWN)
@@ -156,7 +180,7 @@ def _find_waits(facts: Facts) -> Iterable[Problem]:
     for waiting in facts.waits:
         if waiting.oldest_wait_s >= limits().console.problem_queue_s:
             since = facts.now - timedelta(seconds=waiting.oldest_wait_s)
-            params = {"requests": waiting.requests, **_explain(waiting.wait)}
+            params = {"requests": waiting.requests, **_explain(facts, waiting.model, waiting.wait)}
             yield Problem("requests.waiting", Severity.DOWN, _of_model(waiting.model), params=params, since=since)
 
 
@@ -171,7 +195,7 @@ def _find_unserved(facts: Facts) -> Iterable[Problem]:
             Severity.DOWN if asked else Severity.NOTICE,
             _of_model(model),
             code="model.unserved.asked" if asked else "",
-            params={"requests": asked, **_explain(wait)},
+            params={"requests": asked, **_explain(facts, model, wait)},
         )
 
 
@@ -322,6 +346,7 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_ejections,
     _find_rivals,
     _find_silent_valkey,
+    _find_failing_webhooks,
     _find_wrong_clocks,
     _find_expiring_policy,
     _find_expiring_authority,
@@ -358,5 +383,9 @@ def _of_model(model: str) -> AlertObject:
     return AlertObject("model", model, model)
 
 
-def _explain(wait: Wait) -> dict[str, Param]:
-    return {"reason": wait.reason, "advice": wait.advice}
+def _explain(facts: Facts, model: str, wait: Wait) -> dict[str, Param]:
+    said = {language: waits.get(model, wait) for language, waits in facts.explained.items()} or {settings.LANGUAGE_CODE: wait}
+    return {
+        "reason": {language: one.reason for language, one in said.items()},
+        "advice": {language: one.advice for language, one in said.items()},
+    }

@@ -256,7 +256,7 @@ class ShowingAdmin(FindingAdmin):
             if change.is_offered(row)
         ]
 
-    @column("")
+    @column(gettext_lazy("Actions"))
     def show_changes(self, row: Row) -> SafeString:
         """Return two of the row's changes as small links, the second of more leads to its page. Opening one shows a page."""
         pairs = [(self._confirm_url(row, c), c.label) for c in self.row_changes if c.is_offered(row)]

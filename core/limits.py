@@ -173,6 +173,7 @@ class GovernanceLimits:
     notice_unreadable_s: float = bound(3_600.0, "s", "Approvers are told of further messages that workers set aside.")
     webhook_name_chars: int = bound(80, "characters", "A longer name of a webhook is refused.")
     webhook_url_chars: int = bound(300, "characters", "A longer URL of a webhook is refused.")
+    webhook_attempts: int = bound(3, "attempts", "A webhook that takes a message in none of these is shown as a problem.")
     webhook_answer_chars: int = bound(300, "characters", "No more of the answer to a test is shown.")
     # What these services take: Slack 3,000 in a section, Discord 256 and 4,096, Teams 28 KB in all, ntfy 4,096 bytes.
     slack_chars: int = bound(2_000, "characters", "A longer text is cut in a message for Slack.")

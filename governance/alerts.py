@@ -33,7 +33,8 @@ logger = logging.getLogger("muster.governance")
 
 _LOCK = 0x6D73_616C_7274
 """Key of an advisory lock: whoever holds it looks, the others leave it at that."""
-Param = str | int | float | list[str] | None
+Param = str | int | float | list[str] | dict[str, str] | None
+"""A dict is a text in each language."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.core.mail import EmailMessage
 from django.db import connection, transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import Count, F, Max, Min, Q, QuerySet
 from django.template.loader import render_to_string
 from django.utils import translation
 from django.utils.translation import gettext
@@ -347,6 +347,28 @@ def deliver_due(limit: int = 50) -> int:
 def is_delivery_due(*, since: datetime | None = None) -> bool:
     """Whether a notice is to be sent now, or is since then."""
     return _find_due(since or clock.now()).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class FailingWebhook:
+    """A webhook that did not take messages lately. ``since``: when the first of them was written."""
+
+    webhook_id: int
+    name: str
+    waiting: int
+    since: datetime
+    error: str
+
+
+def find_failing_webhooks() -> tuple[FailingWebhook, ...]:
+    """Return the webhooks that did not take a message in ``webhook_attempts``; one query."""
+    lately = clock.now() - timedelta(seconds=limits().governance.notice_pause_max_s)
+    rows = Notice.objects.filter(
+        webhook__is_active=True, due_at__gte=lately, attempt__gte=limits().governance.webhook_attempts, sent_at=None
+    )
+    by_hook = rows.order_by().values_list("webhook_id", "webhook__name")
+    found = by_hook.annotate(waiting=Count("pk"), since=Min("created_at"), error=Max("last_error"))
+    return tuple(FailingWebhook(*row) for row in found.order_by("webhook__name"))
 
 
 def _find_due(now: datetime) -> QuerySet[Notice]:

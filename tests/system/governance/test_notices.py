@@ -37,6 +37,7 @@ from governance.notices import (
     add_webhook,
     change_webhook,
     deliver_due,
+    find_failing_webhooks,
     notify,
     parse_webhook_url,
     post_notice,
@@ -226,6 +227,19 @@ def test_what_does_not_get_through_is_tried_again_later_and_says_why(waiting: No
     waiting.refresh_from_db()
     assert (waiting.last_error, waiting.attempt, waiting.lease_until) == ("", 5, None)
     assert waiting.sent_at
+
+
+def test_a_webhook_that_takes_nothing_is_found_until_it_takes_something(waiting: Notice, receiver: Receiver) -> None:
+    for _ in range(limits().governance.webhook_attempts):
+        assert find_failing_webhooks() == ()
+        age(waiting, timedelta())
+        deliver_due()
+    (found,) = find_failing_webhooks()
+    assert (found.name, found.waiting, found.error) == ("ops", 1, "answered with 500")
+    receiver.status = 200
+    age(waiting, timedelta())
+    deliver_due()
+    assert find_failing_webhooks() == ()
 
 
 def test_what_is_a_day_old_is_given_up_with_its_reason_as_what_cannot_be_read_is(waiting: Notice, team: Team) -> None:

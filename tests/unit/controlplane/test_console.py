@@ -17,6 +17,7 @@ import pytest
 from django.core.exceptions import PermissionDenied, RequestDataTooBig
 from django.db import InterfaceError, OperationalError
 from django.http import Http404
+from django.utils import translation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rest_framework import exceptions
@@ -48,6 +49,7 @@ from gateway.services.rollups import Sums
 from gateway.services.usage import UsedBudget
 from governance.alerts import Problem
 from governance.errors import InvalidAdminToken
+from governance.notices import FailingWebhook
 from governance.registry import AlertFacts
 from governance.states import Severity
 from nodes.errors import NodeNotFound
@@ -152,6 +154,8 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
         "The CA that gives nodes certificates expires on 2026-11-24.", Severity.IMPAIRED),
     "a CA that ended": (facts(slow=slow(authority_ends_at=NOW)),
         "The CA that gives nodes certificates expired on 2026-11-21.", Severity.DOWN),
+    "a webhook that takes nothing": (facts(slow=slow(webhooks=(FailingWebhook(1, "chat", 2, NOW, "answered with 404"), ))),
+        "The webhook chat does not take 2 messages.", Severity.IMPAIRED),
     "a budget that is nearly used": (facts(slow=slow(budgets=(budget(80), ))),
         "research has used 80 % of its budget for 2026-11.", Severity.NOTICE),
     "a soft budget that is used": (facts(slow=slow(budgets=(budget(100), ))),
@@ -172,6 +176,15 @@ def test_one_thing_that_is_wrong_is_one_problem_in_words_with_a_name_of_its_kind
     assert advice.endswith(".") or problem.params.get("detail")
     assert "%" not in advice
     assert problem.kind in KINDS
+
+
+def test_why_a_model_waits_is_said_in_the_language_of_whoever_reads() -> None:
+    german = Wait("kein Knoten", "Kein Knoten hat big.", "Starte einen.")
+    explained = {"en": {"big": MISSING}, "de": {"big": german}}
+    (problem,) = find_problems(facts(slow=slow(allowed={"big": 3}), unserved={"big": MISSING}, explained=explained))
+    assert say(problem)[1] == "No node has big. Start one that has it."
+    with translation.override("de"):
+        assert say(problem)[1] == "Kein Knoten hat big. Starte einen."
 
 
 def test_what_a_node_says_stands_in_the_advice_and_another_sentence_where_it_says_nothing() -> None:
