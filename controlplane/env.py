@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from core.limits import Limits
@@ -43,6 +43,24 @@ LOG_LEVELS = {
 """Words for a log level, in any case, and what Python calls each. ``runner.config.options`` has the same for a node."""
 
 
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that this process read. ``text``: what holds, as one would write it; ``origin``: where that comes from."""
+
+    name: str
+    text: str
+    origin: Literal["variable", "file", "default"]
+
+
+_READ: dict[str, Variable] = {}
+"""By name, in the order in which they were first asked for."""
+
+
+def list_variables() -> list[Variable]:
+    """Return every variable that this process has read, set or not."""
+    return list(_READ.values())
+
+
 class SettingError(ValueError):
     """A variable holds something that cannot be used; the text says which and what would do."""
 
@@ -63,14 +81,27 @@ def read_text(name: str, default: str = "") -> str:
     """Return the variable, or the content of the file that ``NAME_FILE`` names, or ``default``."""
     value = os.environ.get(name)
     if value is not None:
+        _READ[name] = Variable(name, value, "variable")
         return value
     path = os.environ.get(f"{name}_FILE")
     if path:
         try:
-            return Path(path).read_text(encoding="utf-8").strip()
+            value = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise SettingError(f"{name}_FILE: cannot read {path}: {error.strerror}") from error
+        _READ[name] = Variable(name, value, "file")
+        return value
+    _READ[name] = Variable(name, default, "default")
     return default
+
+
+def _read_raw(name: str, default: object) -> str:
+    """Return the variable's text, "" when it is not set; ``default`` is what its reader takes then."""
+    raw = read_text(name).strip()
+    if not raw:
+        number = int(default) if isinstance(default, float) and default.is_integer() else default
+        _READ[name] = Variable(name, str(number), "default")
+    return raw
 
 
 def read_int(name: str, default: int, *, minimum: int = 0) -> int:
@@ -84,7 +115,7 @@ def read_float(name: str, default: float, *, minimum: float = 0.0) -> float:
 
 
 def _read_number(name: str, default: Number, minimum: Number, kind: Callable[[str], Number], what: str) -> Number:
-    raw = read_text(name)
+    raw = _read_raw(name, default)
     if not raw:
         return default
     try:
@@ -98,7 +129,7 @@ def _read_number(name: str, default: Number, minimum: Number, kind: Callable[[st
 
 def read_bool(name: str, *, default: bool) -> bool:
     """Return the variable as a switch: 1, true, yes, on or 0, false, no, off."""
-    raw = read_text(name).strip().lower()
+    raw = _read_raw(name, "on" if default else "off").lower()
     if not raw:
         return default
     if raw in {"1", "true", "yes", "on"}:
@@ -110,7 +141,7 @@ def read_bool(name: str, *, default: bool) -> bool:
 
 def read_log_level(name: str) -> str:
     """Return Python's name of the log level in the variable, INFO when it is not set. Raises SettingError."""
-    raw = read_text(name).strip() or "info"
+    raw = _read_raw(name, "info") or "info"
     level = LOG_LEVELS.get(raw.lower())
     if level is None:
         raise SettingError(f"{name} must be one of {', '.join(LOG_LEVELS)}, not {raw!r}")
@@ -119,14 +150,14 @@ def read_log_level(name: str) -> str:
 
 def read_choice(name: str, choices: Mapping[str, str]) -> str:
     """Return the variable, one of ``choices``; the first of them when it is not set. Raises SettingError."""
-    raw = read_text(name).strip().lower() or next(iter(choices))
+    raw = _read_raw(name, next(iter(choices))).lower() or next(iter(choices))
     if raw not in choices:
         raise SettingError(f"{name} must be one of {', '.join(choices)}, not {raw!r}")
     return raw
 
 
 def read_list(name: str, default: list[str] | None = None) -> list[str]:
-    raw = read_text(name)
+    raw = _read_raw(name, ",".join(default or []))
     return [part.strip() for part in raw.split(",") if part.strip()] if raw else list(default or [])
 
 
@@ -137,7 +168,7 @@ def read_limits() -> Limits:
         values = getattr(chosen, section.name)
         told: dict[str, float] = {}
         for bound in list_bounds(values):
-            if bound.setting and read_text(bound.setting):
+            if bound.setting and _read_raw(bound.setting, bound.default / bound.factor):
                 if isinstance(bound.default, int):
                     value: float = read_int(bound.setting, 0, minimum=int(bound.minimum))
                 else:

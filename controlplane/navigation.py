@@ -60,7 +60,7 @@ class Tab:
 
     @property
     def _is_model(self) -> bool:
-        return ":" not in self.name
+        return "." in self.name
 
     def is_for(self, request: HttpRequest) -> bool:
         if not self.is_for_all and not getattr(request.user, "is_staff", False):
@@ -97,6 +97,9 @@ SEE_MODELS = ("gateway.view_model", "gateway.change_model")
 
 ALERTS = Tab(gettext_lazy("Alerts"), "notifications", "governance.alert")
 """Also where the bell of the top bar leads."""
+SYSTEM = Tab(
+    gettext_lazy("System"), "monitor_heart", "system", ("gateway.view_gatewayprocess", "gateway.change_gatewayprocess")
+)
 
 ENTRIES = (
     Entry(gettext_lazy("Overview"), "space_dashboard", (
@@ -139,6 +142,7 @@ ENTRIES = (
         Tab(gettext_lazy("Webhooks"), "webhook", "governance.webhookendpoint"),
     )),
     Entry(gettext_lazy("System"), "monitor_heart", (
+        SYSTEM,
         ALERTS,
         Tab(gettext_lazy("Silences"), "notifications_off", "governance.alertsilence"),
         Tab(gettext_lazy("Gateways"), "lan", "gateway.gatewayprocess"),

@@ -17,6 +17,7 @@ from django.views.i18n import set_language
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
 from controlplane.navigation import show_found
+from controlplane.system import show_system
 from core.db.base import WaitLimit, limit_waits
 from core.hints import read_unreadable
 from core.limits import limits
@@ -50,6 +51,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("", RedirectView.as_view(pattern_name="admin:index")),
     path("admin", RedirectView.as_view(pattern_name="admin:index")),
     path("admin/search/", show_found, name="palette"),
+    path("admin/system/", show_system, name="system"),
     path("admin/playground/", include("controlplane.playground.views")),
     path("admin/usage/", include("gateway.admin.usage")),
     path("admin/", admin.site.urls),

@@ -961,6 +961,8 @@ class ConsoleLimits:
         5, "requests", "So many failed requests are a problem, if `problem_failed_percent` is reached too."
     )
     problem_failed_percent: float = bound(5.0, "%", "Failed requests are shown as a problem when they are so large a part.")
+    system_queued_tasks: int = bound(1_000, "tasks", "More in the worker's queue are shown as a problem.")
+    system_certificate_days: int = bound(30, "days", "A CA that expires sooner is shown as a problem.")
     problem_sums_s: float = bound(120.0, "s", "Sums of charts that are older are shown as a problem.")
     problem_drained_s: float = bound(3_600.0, "s", "A node that was drained so long ago is shown as a problem.")
     problem_authority_s: float = bound(30 * 86_400.0, "s", "A CA of nodes that expires sooner is shown as a problem.")

@@ -32,6 +32,7 @@ from governance.alerts import (
     silence_alert,
 )
 from governance.audit import check_entry
+from governance.audit_words import describe_actor, describe_detail, describe_event
 from governance.checkpoints import read_status
 from governance.models import AdminToken, Alert, AlertSilence, AuditEvent, WebhookEndpoint
 from governance.notices import (
@@ -274,10 +275,13 @@ class WebhookAdmin(CreatingAdmin):
 class AuditEventAdmin(ShowingAdmin):
     """What was done, by whom, when, and whether the log still proves it. The database itself refuses changes."""
 
-    list_display = ("show_seq", "at", "actor", "action", "target", "show_detail", "show_hash")
+    list_display = ("show_seq", "at", "show_actor", "show_what", "show_detail")
     list_filter = ("action", "at")
     search_fields = ("actor", "action", "target", "op_id")
-    fields = ("at", "actor", "action", "target", "op_id", "detail", "show_seq", "show_hash", "show_verification")
+    fields = (
+        "show_what", "at", "show_actor", "show_detail", "show_verification", "show_seq", "show_hash", "actor", "action",
+        "target", "op_id", "detail",
+    )  # fmt: skip
     readonly_fields = fields
     list_select_related = ("entry",)
     list_per_page = 50
@@ -291,27 +295,35 @@ class AuditEventAdmin(ShowingAdmin):
         context = {**(extra_context or {}), "audit_log": read_status()}
         return super().changelist_view(request, context)
 
-    @column("Entry", ordering="entry__seq")
+    @column(_("Entry"), ordering="entry__seq")
     def show_seq(self, event: AuditEvent) -> str:
         entry = getattr(event, "entry", None)
-        return str(entry.seq) if entry else "not in the chain"
+        return str(entry.seq) if entry else gettext("not in the chain")
 
-    @column("Hash")
+    @column(_("Who"), ordering="actor")
+    def show_actor(self, event: AuditEvent) -> str:
+        return describe_actor(event.actor)
+
+    @column(_("What"), ordering="action")
+    def show_what(self, event: AuditEvent) -> SafeString:
+        return describe_event(event)
+
+    @column(_("Details"))
+    def show_detail(self, event: AuditEvent) -> SafeString:
+        return format_html('<span class="mst-one-line" title="{0}">{0}</span>', describe_detail(event.detail) or "–")
+
+    @column(_("Hash"))
     def show_hash(self, event: AuditEvent) -> str:
         entry = getattr(event, "entry", None)
         return f"{bytes(entry.hash).hex()[:12]}…" if entry else ""
 
-    @column("Verification")
+    @column(_("Verification"))
     def show_verification(self, event: AuditEvent) -> str:
         """Return whether what this page shows is what was recorded."""
         entry = getattr(event, "entry", None)
         if entry is None:
-            return "not in the chain: somebody wrote it past the log"
-        return "agrees with its hash" if check_entry(entry.seq) else "EDITED: this is not what was recorded"
-
-    @column("Detail")
-    def show_detail(self, event: AuditEvent) -> str:
-        return ", ".join(f"{key}={value}" for key, value in event.detail.items())[:120]
+            return gettext("not in the chain: somebody wrote it past the log")
+        return gettext("agrees with its hash") if check_entry(entry.seq) else gettext("EDITED: this is not what was recorded")
 
 
 _STATES = {"open": _("Open"), "silenced": _("Silenced"), "ended": _("Ended"), "all": _("All")}

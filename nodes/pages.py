@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode
 
+from django.db.models import Count
 from django.urls import reverse
 from django.utils.functional import Promise
 from django.utils.translation import gettext as _
@@ -103,10 +104,21 @@ def find_head(node_id: uuid.UUID) -> tuple[Node, NodeHead] | None:
 
 def hint_at_runner(node: Node) -> str:
     """Return why the program of a node should be renewed; empty where it is as new as this server, or is not ours."""
-    own, theirs = _read_version(RELEASE), _read_version(node.agent_version)
-    if own is None or theirs is None or theirs >= own:
+    if not _is_older(node.agent_version):
         return ""
     return _("Runner %(theirs)s is older than this server (%(own)s).") % {"theirs": node.agent_version, "own": RELEASE}
+
+
+def count_runner_versions() -> list[tuple[str, int, bool]]:
+    """Return each version that nodes run with how many do, and whether it is older than this server; one query."""
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).values_list("agent_version")
+    counted = rows.annotate(nodes=Count("pk")).order_by("-nodes", "agent_version")
+    return [(version, count, _is_older(version)) for version, count in counted]
+
+
+def _is_older(version: str) -> bool:
+    own, theirs = _read_version(RELEASE), _read_version(version)
+    return own is not None and theirs is not None and theirs < own
 
 
 def _read_version(text: str) -> tuple[int, ...] | None:

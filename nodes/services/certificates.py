@@ -134,6 +134,20 @@ def describe_authorities() -> list[str]:
     return lines
 
 
+@dataclass(frozen=True, slots=True)
+class ShownAuthority:
+    """A CA that holds, as a page shows it."""
+
+    name: str
+    expires_at: datetime
+
+
+def list_authorities() -> list[ShownAuthority]:
+    """Return the CAs that hold, the newest first; two queries."""
+    certificates = [_load(row) for row in _list_rows(read_clock())]
+    return [ShownAuthority(one.subject.rfc4514_string().removeprefix("CN="), one.not_valid_after_utc) for one in certificates]
+
+
 def find_authority_end() -> datetime | None:
     """Return when the CA that gives certificates expires; None when there is none."""
     now = read_clock()
