@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         epilog="./muster bench box checks the box alone, ./muster bench governance governed operations, "
         "./muster bench overload what five times the load does, ./muster bench node what relaying costs a node, "
-        "./muster bench console charts, ./muster bench placement what comes of the ways to choose a node.",
+        "./muster bench console charts and pages, ./muster bench placement what comes of the ways to choose a node.",
     )
     parser.add_argument("--quick", action="store_true", help="one short round: a first impression, nothing to quote")
     parser.add_argument("--rounds", type=int, help=f"rounds to take medians of (default {FULL_ROUNDS}, quick {QUICK_ROUNDS})")

@@ -333,7 +333,7 @@ def _write_nodes(now: datetime, keys: Mapping[str, NodeKeys], credential_id: int
     for place, node in enumerate(NODES):
         breaks = [timedelta(days=20), timedelta(days=3 + place % 4, hours=place)]
         online.append(times(node_id=node.id, began_at=now - breaks[0], ended_at=now - breaks[1]))
-        ended = now - (node.offline or timedelta())
+        ended = now - (node.offline or -timedelta(minutes=1))  # the first to be heard go on where this ends
         online.append(times(node_id=node.id, began_at=now - breaks[1] + timedelta(minutes=4), ended_at=ended))
     times.objects.bulk_create(online)
     with connection.cursor() as cursor:
