@@ -246,12 +246,11 @@ def _time_pages(loads: int) -> list[str]:
     from django.test.utils import CaptureQueriesContext
 
     client, missed = _sign_in(), []
-    print(
-        f"\n{loads} loads of each page in ms: on the server, and what of it its own thread computed\n{'':34}{'p50':>8}{'p95':>8}{'CPU':>8}{'queries':>9}{'in SQL':>9}{'KiB':>8}"
-    )
+    print(f"\n{loads} loads of each page in ms: on the server, and what of it its own thread computed")
+    print(f"{'':34}{'p50':>8}{'p95':>8}{'CPU':>8}{'queries':>9}{'in SQL':>9}{'KiB':>8}")
     for name, path in list_paths():
-        for _ in range(2):  # the first one compiles the template
-            answer = client.get(path)
+        client.get(path)  # the first one compiles the template
+        answer = client.get(path)
         if answer.status_code != 200:
             missed.append(f"page {name} ({path}): HTTP {answer.status_code}")
             print(f"{name:34}  HTTP {answer.status_code}", flush=True)

@@ -10,12 +10,17 @@ from django.db import transaction
 from controlplane.commands import Options, argument, command
 from controlplane.commands.people import create_person, let_propose
 from controlplane.demo.fleet import ACTOR, PEOPLE, REQUESTS
-from controlplane.demo.scene import find_scene, grow, play, require_unused, write_scene
+from controlplane.demo.people import Signer
+from controlplane.demo.scene import Kept, find_scene, grow, play, require_unused, write_scene
 from controlplane.launcher.console import say
 from controlplane.launcher.files import read_json
 from controlplane.launcher.installation import default_data, installation_path
 from core.models import User
+from governance.operations.approvals import find_operation
+from governance.operations.decisions import approve
 from governance.people import create_invitation, make_invitation_url
+from governance.states import ApprovalState
+from wire.ids import parse_id
 
 
 @command(
@@ -28,6 +33,7 @@ from governance.people import create_invitation, make_invitation_url
     argument(
         "--week", type=int, default=REQUESTS, metavar="N", help="about so many requests in the week (default: %(default)s)"
     ),
+    argument("--sign", default="", metavar="OPERATION", help="instead: have ben and cleo approve an operation that waits"),
     argument("--write-only", action="store_true", help="end when everything is written"),
 )
 def demonstrate_fleet(options: Options) -> str:
@@ -35,6 +41,8 @@ def demonstrate_fleet(options: Options) -> str:
     if admin is None:
         raise CommandError("There is no administrator here. Start the installation with ./muster up first.")
     kept = find_scene(data)
+    if options["sign"]:
+        return _sign(kept, options["sign"])
     if kept is None:
         require_unused()
         kept = write_scene(data, admin, _make_people(), requests=options["week"])
@@ -55,6 +63,21 @@ def demonstrate_fleet(options: Options) -> str:
 
     play(kept, gateway=gateway, per_minute=options["requests"], nodes=options["nodes"], on_ready=tell)
     return ""
+
+
+def _sign(kept: Kept | None, text: str) -> str:
+    op_id = parse_id("op", text)
+    if kept is None or op_id is None:
+        raise CommandError(f"There is no operation {text} here, or this is no installation of the demo.")
+    state = ""
+    for name in ("ben", "cleo"):
+        signer = Signer(User.objects.get(username=name), kept.people[name])
+        operation = find_operation(op_id)
+        if operation.state == ApprovalState.PENDING.value:
+            proof = signer.sign(operation.read_statement().digest)
+            operation = approve(op_id=op_id, user=signer.user, proof=proof, brought_by=f"token:{name}#demo")
+        state = operation.state
+    return state
 
 
 @transaction.atomic

@@ -104,6 +104,10 @@ class Kept:
         return {name: _read_keys(str(text)) for name, text in self.of("nodes").items()}
 
     @property
+    def people(self) -> dict[str, Ed25519PrivateKey]:
+        return {name: _read_private(str(text)) for name, text in self.of("people").items()}
+
+    @property
     def api_keys(self) -> dict[str, list[str]]:
         return {name: [str(one) for one in texts] for name, texts in self.of("api_keys").items() if isinstance(texts, list)}
 
@@ -152,7 +156,7 @@ def write_scene(data: Path, admin: User, signers: Mapping[str, User], *, request
     with meter.part("figures"):
         while update_figures():
             pass
-    people = [Signer(user, _read_private(str(kept_of(kept, "people")[name]))) for name, user in signers.items()]
+    people = [Signer(user, Kept(kept).people[name]) for name, user in signers.items()]
     approvals = Approvals(now, admin=admin, signers=people, keys=Kept(kept).nodes)
     pinned = approvals.write_past()
     approvals.write_open()
@@ -161,12 +165,6 @@ def write_scene(data: Path, admin: User, signers: Mapping[str, User], *, request
     write_json(data / FILE, kept)
     progress(f"100 %  {count:,} requests, {moments:,} moments of GPUs, {len(NODES)} nodes, {len(TENANTS)} tenants")
     return Kept(kept)
-
-
-def kept_of(kept: Mapping[str, object], name: str) -> Mapping[str, object]:
-    found = kept[name]
-    assert isinstance(found, dict)
-    return found
 
 
 def grow(*, nodes: int, records: int) -> None:

@@ -76,6 +76,7 @@ NUMBERS: dict[str, str] = {
     # The scene of the demo, which bounds nothing.
     "controlplane/demo/fleet.py": "SEED GIB REQUESTS DAYS _PEAK",
     "controlplane/demo/nodes.py": "_LOAD_S _SLOW_LOAD_S _SHORT_S _RETRY_S _ECHO_CHARS _TOGETHER",
+    "controlplane/demo/traffic.py": "_LOOK_S",
     "controlplane/demo/scale.py": "_FRESH_S _BATCH",
     "controlplane/demo/scene.py": "_DRAIN_S _SETTLE_S",
     "runner/connection.py": "_FINAL_TEXT _FINAL_BINARY _MASKED _SIZES_OF_2 _SIZES_OF_8",
