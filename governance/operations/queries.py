@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from django.db.models import Count, Exists, Max, OuterRef, Q, QuerySet
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from governance.errors import NotFound, UnknownOperation
@@ -453,7 +454,7 @@ def _find_actions(
         if len({run.use for run in operation.runs.all()}) < operation.max_uses:
             actions.add("use")
         else:
-            hindrances["use"] = "All uses are spent."
+            hindrances["use"] = _("All uses are spent.")
     is_claimable = any(run.result.get("claimable") for run in operation.runs.all() if isinstance(run.result, dict))
     in_time = clock.now() < operation.not_after
     if is_requester and is_claimable and in_time and not AdminToken.objects.filter(minted_by=operation).exists():
@@ -466,19 +467,19 @@ def _why_no_approval(
 ) -> str | None:
     """Return the first rule that keeps a person from approving, None when nothing does."""
     if operation.state != ApprovalState.PENDING.value:
-        return f"It is {operation.state}; nothing can be approved any more."
+        return _("It is %(state)s; nothing can be approved any more.") % {"state": operation.state}
     if clock.now() >= operation.expires_at:
-        return "Nobody approved this in time; ask for it again."
+        return _("Nobody approved this in time; ask for it again.")
     if not is_current(operation):
-        return "The policy changed since this was asked for; ask for it again."
+        return _("The policy changed since this was asked for; ask for it again.")
     if is_requester:
-        return "You asked for this and cannot approve it; someone else must."
+        return _("You asked for this and cannot approve it; someone else must.")
     if not is_named:
-        return "The policy does not name you as an approver."
+        return _("The policy does not name you as an approver.")
     if has_decided:
-        return "You decided about this already; one person counts once, with any key."
+        return _("You decided about this already; one person counts once, with any key.")
     if not has_key:
-        return "The policy names no key of yours for this class. Enrol one; a change of policy then takes it in."
+        return _("The policy names no key of yours for this class. Enrol one; a change of policy then takes it in.")
     return None
 
 

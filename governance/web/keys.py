@@ -12,6 +12,8 @@ from django.contrib.auth.models import AnonymousUser
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.shortcuts import render
 from django.urls import reverse
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
 from django.views.decorators.http import require_http_methods, require_POST
 
 from core.limits import limits
@@ -36,15 +38,22 @@ if TYPE_CHECKING:
     from core.models import User
 
 ENROL = "enrol"
-NEEDS_PASSKEY = "Sign in with your passkey for this. If you have none, or lost it, ask an administrator for an invitation."
+NEEDS_PASSKEY = gettext_lazy(
+    "Sign in with your passkey for this. If you have none, or lost it, ask an administrator for an invitation."
+)
 
 
 class KeyFileForm(forms.Form):
     """The public line of a key file."""
 
-    public = forms.CharField(label="Public line", max_length=400, help_text="What ./muster keys show prints.")
+    public = forms.CharField(
+        label=gettext_lazy("Public line"), max_length=400, help_text=gettext_lazy("What ./muster keys show prints.")
+    )
     label = forms.CharField(
-        label="Name", max_length=limits().governance.key_label_chars, required=False, help_text="Empty: the name in the line."
+        label=gettext_lazy("Name"),
+        max_length=limits().governance.key_label_chars,
+        required=False,
+        help_text=gettext_lazy("Empty: the name in the line."),
     )
 
 
@@ -52,7 +61,9 @@ class CodeForm(forms.Form):
     """One code of an authenticator app."""
 
     code = forms.CharField(
-        label="Code", max_length=10, widget=forms.TextInput({"autocomplete": "one-time-code", "inputmode": "numeric"})
+        label=gettext_lazy("Code"),
+        max_length=10,
+        widget=forms.TextInput({"autocomplete": "one-time-code", "inputmode": "numeric"}),
     )
 
 
@@ -75,7 +86,9 @@ def show_keys(request: HttpRequest) -> HttpResponse:
         except GovernanceError as refusal:
             form.add_error(refusal.param if refusal.param in form.fields else None, refusal.message)
         else:
-            messages.success(request, f"{key.label} is registered. It approves once a version of the policy names it.")
+            messages.success(
+                request, _("%(key)s is registered. It approves once a version of the policy names it.") % {"key": key.label}
+            )
             return HttpResponseRedirect(reverse("signin:keys"))
     page = {
         "section": "keys",
@@ -114,7 +127,9 @@ def receive_key(request: HttpRequest) -> HttpResponse:
     if read_assurance(request) is not Assurance.PASSKEY:
         # The browser has just proven the key, its user verified: as good as a sign-in, and written down as one.
         open_session(request, person, assurance=Assurance.PASSKEY)
-    messages.success(request, f"{key.label} is enrolled. It signs you in from now on, and this session may act.")
+    messages.success(
+        request, _("%(key)s is enrolled. It signs you in from now on, and this session may act.") % {"key": key.label}
+    )
     return JsonResponse({"next": reverse("signin:keys")})
 
 
@@ -128,7 +143,7 @@ def remove_key(request: HttpRequest, key_id: int) -> HttpResponse:
     key = next((each for each in in_use if each.pk == key_id), None)
     if key is None:
         raise Http404
-    fault = "" if read_assurance(request) is Assurance.PASSKEY else NEEDS_PASSKEY
+    fault = "" if read_assurance(request) is Assurance.PASSKEY else str(NEEDS_PASSKEY)
     if request.method == "POST" and not fault:
         try:
             revoke_key(
@@ -140,7 +155,7 @@ def remove_key(request: HttpRequest, key_id: int) -> HttpResponse:
         except GovernanceError as refusal:
             fault = refusal.message
         else:
-            messages.success(request, f"{key.label} is removed.")
+            messages.success(request, _("%(key)s is removed.") % {"key": key.label})
             return HttpResponseRedirect(reverse("signin:keys"))
     is_last_passkey = key.is_passkey and sum(each.is_passkey for each in in_use) == 1
     page = {"key": key, "approves": key.thumbprint in list_approving(), "fault": fault, "is_last_passkey": is_last_passkey}
@@ -157,7 +172,7 @@ def show_app(request: HttpRequest) -> HttpResponse:
     if has_app(person):
         return HttpResponseRedirect(reverse("signin:keys"))
     if not may_act(request) and not may_enrol(person, read_assurance(request)):
-        page = {"title": "An authenticator app cannot be set up now", "explanation": NEEDS_PASSKEY}
+        page = {"title": _("An authenticator app cannot be set up now"), "explanation": NEEDS_PASSKEY}
         return render(request, "signin/refused.html", page, status=HTTPStatus.FORBIDDEN)
     if request.method == "POST" and form.is_valid():
         try:
@@ -165,7 +180,7 @@ def show_app(request: HttpRequest) -> HttpResponse:
         except GovernanceError as refusal:
             form.add_error("code", refusal.message)
         else:
-            messages.success(request, "The authenticator app is set up. Signing in by password asks for its code now.")
+            messages.success(request, _("The authenticator app is set up. Signing in by password asks for its code now."))
             return HttpResponseRedirect(reverse("signin:keys"))
     return render(request, "signin/app.html", {"form": form, "enrolment": begin_app(person), **describe_session(request)})
 
@@ -178,7 +193,7 @@ def forget_app(request: HttpRequest) -> HttpResponse:
     if may_act(request):
         person = read_person(request)
         remove_app(user=person, actor=f"user:{person.get_username()}")
-        messages.success(request, "The authenticator app is removed.")
+        messages.success(request, _("The authenticator app is removed."))
     else:
         messages.error(request, NEEDS_PASSKEY)
     return HttpResponseRedirect(reverse("signin:keys"))
@@ -191,14 +206,16 @@ def end_other_sessions(request: HttpRequest) -> HttpResponse:
     """Sign the person out everywhere else."""
     # Every session may, also one that only looks: it only takes away.
     ended = close_other_sessions(request)
-    messages.success(request, f"{ended} other session{'' if ended == 1 else 's'} ended.")
+    messages.success(
+        request, ngettext("%(count)s other session ended.", "%(count)s other sessions ended.", ended) % {"count": ended}
+    )
     return HttpResponseRedirect(reverse("signin:keys"))
 
 
 def require_enrolling(request: HttpRequest) -> None:
     """Raise NotPermitted unless this session may add a key."""
     if not may_enrol(read_person(request), read_assurance(request)):
-        raise NotPermitted(NEEDS_PASSKEY)
+        raise NotPermitted(str(NEEDS_PASSKEY))
 
 
 def read_person(request: HttpRequest) -> User:

@@ -240,12 +240,25 @@ RUN_WORDS = {
     RunState.SKIPPED: gettext_lazy("skipped"),
 }
 KEY_WORDS = {"webauthn": gettext_lazy("passkey"), "ed25519": gettext_lazy("key file")}
-_FLAGS = ((0x01, "user present"), (0x04, "user verified"), (0x08, "may be copied to other devices"), (0x10, "is copied"))
+_FLAGS = (
+    (0x01, gettext_lazy("user present")),
+    (0x04, gettext_lazy("user verified")),
+    (0x08, gettext_lazy("may be copied to other devices")),
+    (0x10, gettext_lazy("is copied")),
+)
 _RECEIPT_LABELS = {
-    "opId": "Operation id", "use": "Use", "statementDigest": "Statement", "runnerId": "Node", "operation": "Operation",
-    "outcome": "Outcome", "resultDigest": "Digest of the result", "fence": "Fence", "startedAt": "Begun (Unix s)",
-    "endedAt": "Ended (Unix s)", "checkpoint": "Audit log seen (entries)",
-}  # fmt: skip
+    "opId": gettext_lazy("Operation id"),
+    "use": gettext_lazy("Use"),
+    "statementDigest": gettext_lazy("Statement"),
+    "runnerId": gettext_lazy("Node"),
+    "operation": gettext_lazy("Operation"),
+    "outcome": gettext_lazy("Outcome"),
+    "resultDigest": gettext_lazy("Digest of the result"),
+    "fence": gettext_lazy("Fence"),
+    "startedAt": gettext_lazy("Begun (Unix s)"),
+    "endedAt": gettext_lazy("Ended (Unix s)"),
+    "checkpoint": gettext_lazy("Audit log seen (entries)"),
+}
 
 
 def describe_live(view: OperationView, *, is_able: bool) -> dict[str, object]:
@@ -312,7 +325,7 @@ def _show_decision(decision: DecisionView) -> dict[str, object]:
 
 def _show_run(run: OperationRun) -> dict[str, object]:
     receipt = [
-        Line(_RECEIPT_LABELS[name], str(value))
+        Line(str(_RECEIPT_LABELS[name]), str(value))
         for name, value in (run.receipt_members or {}).items()
         if name in _RECEIPT_LABELS
     ]
@@ -323,15 +336,15 @@ def describe_proof(proof: Mapping[str, object]) -> list[Line]:
     """Return a proof in words."""
     lines = [
         Line(_("Kind"), str(KEY_WORDS.get(str(proof.get("type")), proof.get("type")))),
-        Line("Key id", str(proof.get("keyid"))),
+        Line(_("Key id"), str(proof.get("keyid"))),
     ]
     if proof.get("type") == "webauthn":
         try:
             lines += _describe_assertion(proof)
         # It was verified before it was stored, so it has been changed in the database since.
         except (ApprovalError, ValueError, KeyError, IndexError) as error:
-            lines.append(Line("Problem", f"this proof cannot be read: {error}"))
-    return [*lines, Line("Signature", str(proof.get("signature")))]
+            lines.append(Line(_("Problem"), _("this proof cannot be read: %(why)s") % {"why": error}))
+    return [*lines, Line(_("Signature"), str(proof.get("signature")))]
 
 
 def _describe_assertion(proof: Mapping[str, object]) -> list[Line]:
@@ -340,13 +353,13 @@ def _describe_assertion(proof: Mapping[str, object]) -> list[Line]:
     origin, site = str(client["origin"]), device[:32]
     host = urlsplit(origin).hostname or ""
     belongs = hashlib.sha256(host.encode()).digest() == site
-    flags = [words for bit, words in _FLAGS if device[32] & bit]
+    flags = [str(words) for bit, words in _FLAGS if device[32] & bit]
     return [
-        Line("Signed on", origin),
-        Line("Site (RP id)", host if belongs else f"SHA-256 {site.hex()}"),
-        Line("Purpose", str(client["type"])),
-        Line("Six words signed", digest_words(decode_bytes(client["challenge"]))),
-        Line("In a foreign frame", "yes" if client.get("crossOrigin") else "no"),
-        Line("The device says", ", ".join(flags) or "nothing"),
-        Line("Counter", str(int.from_bytes(device[33:37]))),
+        Line(_("Signed on"), origin),
+        Line(_("Site (RP id)"), host if belongs else f"SHA-256 {site.hex()}"),
+        Line(_("Purpose"), str(client["type"])),
+        Line(_("Six words signed"), digest_words(decode_bytes(client["challenge"]))),
+        Line(_("In a foreign frame"), _("yes") if client.get("crossOrigin") else _("no")),
+        Line(_("The device says"), ", ".join(flags) or _("nothing")),
+        Line(_("Counter"), str(int.from_bytes(device[33:37]))),
     ]

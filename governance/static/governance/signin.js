@@ -33,11 +33,13 @@ function writeCredential(credential) {
     return { id: credential.id, rawId: toText(credential.rawId), type: credential.type, response };
 }
 
+// What is said, in the language of the page; by the name of what the browser answered.
+const says = document.getElementById("signin-says")?.dataset ?? {};
 const SAID_BY_BROWSER = {
-    NotAllowedError: "The browser made no answer: it was cancelled, took too long, or there is no passkey for this site here.",
-    InvalidStateError: "This device holds a passkey of yours for this site already.",
-    SecurityError: "The browser allows no passkey at this address. Open the page at the address that the administrator gave you.",
-    NotSupportedError: "This device cannot make a passkey that we accept.",
+    NotAllowedError: says.cancelled,
+    InvalidStateError: says.known,
+    SecurityError: says.elsewhere,
+    NotSupportedError: says.unusable,
 };
 
 async function post(url, token, body) {
@@ -47,11 +49,11 @@ async function post(url, token, body) {
         body: JSON.stringify(body),
         credentials: "same-origin",
     }).catch(() => {
-        throw new Error("The server cannot be reached.");
+        throw new Error(says.silent);
     });
     const answer = await response.json().catch(() => ({}));
     if (!response.ok) {
-        throw new Error(answer.error?.message ?? "The server did not answer as it should. Reload the page and try again.");
+        throw new Error(answer.error?.message ?? says.odd);
     }
     return answer;
 }

@@ -16,12 +16,24 @@ from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize
 
 from controlplane.live import CloseCode
 from core.models import User
-from governance.models import ApproverKey, Operation
+from governance.models import ApproverKey, Operation, OperationRun
 from governance.operations import policies as freezes
 from governance.operations import runs
 from governance.people import create_invitation
+from governance.states import RunEvent
+from nodes.models import NodePresence
 from tests.fakes.control_process import ROOT, ServerProcess
-from tests.fakes.governed_team import Identity, Member, Team, make_box, make_governed, make_team, open_session, propose_token
+from tests.fakes.governed_team import (
+    Identity,
+    Member,
+    Team,
+    make_box,
+    make_governed,
+    make_team,
+    open_session,
+    propose_load,
+    propose_token,
+)
 from tests.fakes.policies import make_people, make_policy, make_statement
 from tests.rings.browser.conftest import DESK, Chromium, Visit, find_violations, in_database, open_visit, press
 from wire.optoken.approval import canonical, decode_bytes, digest_words, encode_bytes
@@ -224,6 +236,97 @@ def test_a_page_signs_only_what_it_shows_and_writes_it_as_the_verifier_does(
     assert posts == []
     assert not in_database(operation.decisions.exists)
     assert ben.complaints == []
+
+
+ONE_SCREEN: ViewportSize = {"width": 1280, "height": 800}
+TAB_STOPS = 60
+"""More than any of these pages has before its button."""
+
+
+def propose_real_load(team: Team) -> Operation:
+    node = make_box(Identity("attic"))
+    replicas = [
+        {"model": "old", "state": "loaded", "memory_mb": 4096, "active": 3},
+        {"model": "m", "state": "loading", "memory_mb": 6144},
+    ]
+    NodePresence.objects.update(memory={"total_mb": 10_240, "used_mb": 8192}, replicas=replicas)
+    return propose_load(team[0], node.runner_id, params={"modelId": "m", "evictModel": "old"}, reason="Research needs m.")
+
+
+def find_bottom(page: Page, what: Locator) -> float:
+    box = what.bounding_box()
+    assert box is not None
+    return float(box["y"] + box["height"] + page.evaluate("scrollY"))
+
+
+def test_an_approval_fits_one_screen_and_two_of_a_phone_and_needs_no_mouse(site: Site, team: Team) -> None:
+    load = in_database(lambda: propose_real_load(team))
+    ben, cleo = site.visit_as(team[1].user), site.visit_as(team[2].user)
+    put_passkey(ben, team[1])
+    put_passkey(cleo, team[2])
+    ben.page.set_viewport_size(ONE_SCREEN)
+    ben.open(path_of(load))
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same six words, computed here ✓")
+    page, words = ben.page, in_database(lambda: digest_words(bytes.fromhex(load.digest)))
+    parts = ["h1", "#reason", ".steps", ".membar", "#server-words", "[data-action=reject] summary", "[data-live=approvals]"]
+    for part in parts:
+        assert find_bottom(page, page.locator(part).first) <= ONE_SCREEN["height"], part
+    assert page.locator("body").inner_text().count(words) == 1, "the six words stand there once"
+    for _ in range(TAB_STOPS):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.closest('[data-action=approve]') !== null"):
+            break
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Your approval is recorded.")).to_be_visible()
+    cleo.page.set_viewport_size(PHONE)
+    cleo.open(path_of(load))
+    expect(cleo.page.locator("#own-verdict")).to_contain_text("Same six words")
+    assert find_bottom(cleo.page, approve_button(cleo.page)) <= 2 * PHONE["height"]
+    approve_button(cleo.page).click()
+    expect(cleo.page.get_by_text("Your approval is recorded.")).to_be_visible()
+    assert ben.complaints == cleo.complaints == []
+
+
+def test_the_steps_follow_a_run_and_leave_the_focus_where_it_is(site: Site, team: Team) -> None:
+    load = in_database(lambda: propose_real_load(team))
+    in_database(lambda: team.sign(load))
+    run = in_database(lambda: OperationRun.objects.get(operation=load))
+    run_due()
+    ana = site.visit_as(team[0].user)
+    ana.open(path_of(load))
+    now = ana.page.locator("[aria-current=step]")
+    expect(now).to_contain_text("Accepted")
+    ana.page.locator(".proof > summary").focus()
+    in_database(lambda: runs.note_progress(run_id=run.pk, stage="reading weights", fraction=0.62, eta_s=48.0))
+    expect(now).to_contain_text("Reading weights: now 62 %")
+    expect(now).to_contain_text("about 48 s left")
+    message = "CUDA out of memory, 6 GiB wanted"
+    in_database(lambda: runs.finish_run(run.pk, runs.RunEnd(RunEvent.FAIL, "out_of_memory", message)))
+    expect(ana.page.locator(".step.is-wrong")).to_contain_text("Failed: Reading weights")
+    expect(ana.page.locator(".said")).to_contain_text("CUDA out of memory")
+    assert ana.page.evaluate("document.activeElement.closest('.proof') !== null")
+    ana.page.locator(".said").get_by_role("link", name="Propose it again").click()
+    expect(ana.page.locator("[data-preview-into]")).to_contain_text("Load m on attic")
+    expect(ana.page.locator("[data-preview-into]")).to_contain_text("fits")
+    assert ana.complaints == []
+
+
+def test_a_policy_is_edited_with_its_reach_beside_it(site: Site, team: Team) -> None:
+    ana = site.visit_as(team[0].user)
+    ana.open("/approvals/policy/draft")
+    shown = ana.page.locator("[data-preview-into]")
+    expect(shown).to_contain_text("Nothing yet.")
+    ana.page.get_by_label("A number and people for each operation").check()
+    rule = ana.page.get_by_role("group", name="Flushing caches", exact=True)
+    rule.get_by_role("spinbutton").fill("3")
+    expect(ana.page.locator("#fault-cache-flush")).to_contain_text("Leave one person to spare: with 3 people at most 2")
+    rule.get_by_role("spinbutton").fill("1")
+    expect(ana.page.locator("#fault-cache-flush")).to_be_empty()
+    expect(shown.get_by_role("row", name=re.compile("^Flushing caches"))).to_contain_text("needs 1 more now: needs 2 more")
+    assert find_violations(ana.page, "html", is_dark_too=False) == []
+    ana.page.get_by_label("Alone (solo)").check()
+    expect(shown).to_contain_text("⚠ alone")
+    assert ana.complaints == []
 
 
 KNOCK = """(url) => new Promise((tell) => {

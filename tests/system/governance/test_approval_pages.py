@@ -287,7 +287,7 @@ def test_the_preview_says_who_could_then_do_what_and_what_differs_and_stores_not
     said = preview(client, fill(client, **{"people-model-load": some, "threshold-cache-flush": "1"}))
     loading = said.partition("Loading a model</th>")[2].partition("</tr>")[0]
     assert loading.count("needs 2 more") == 4, "three people, and what ben can today"
-    assert re.search(r"may not</span><span class=\"was\">now: needs 2 more", loading)
+    assert re.search(r"may not</span> <span class=\"was\">now: needs 2 more", loading)
     assert "To cache-flush" in said
     assert "To node-drain" not in said, "only what differs"
     assert said.partition("Flushing caches</th>")[2].partition("</tr>")[0].count("needs 1 more") == 4
