@@ -146,7 +146,7 @@ def _time_charts() -> list[str]:
     from django.test.utils import CaptureQueriesContext
 
     from controlplane.demo.fleet import MODELS, NODES, TENANTS
-    from gateway.services.rollups import Metric, read_series, read_top
+    from gateway.services.rollups import Metric, read_comparison, read_series, read_top
     from gateway.values import Dimension
 
     node, model, tenant = str(NODES[0].id), MODELS[0].name, TENANTS[0].name
@@ -156,6 +156,7 @@ def _time_charts() -> list[str]:
         "TTFT of a model": lambda span: read_series(span, dimension=Dimension.MODEL, name=model, metric=Metric.TTFT),
         "TTFT of a node": lambda span: read_series(span, dimension=Dimension.NODE, name=node, metric=Metric.TTFT),
         "requests of a tenant": lambda span: read_series(span, dimension=Dimension.TENANT, name=tenant),
+        "all of Overview": lambda span: read_comparison(span, (Metric.TTFT, Metric.QUEUE_TIME)),
         "top nodes": lambda span: read_top(span, Dimension.NODE, most=10),
         "top models": lambda span: read_top(span, Dimension.MODEL, most=10),
         "tenant × model": lambda span: read_top(span, Dimension.TENANT_MODEL, most=1_000),

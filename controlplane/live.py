@@ -251,7 +251,7 @@ class OverviewFeed:
         for page in pages:
             with translation.override(page.topic[0]):
                 if page.checked_at is None or page.pending != pending or now - page.checked_at >= limits().console.push_check_s:
-                    self._check(page, checked, number)
+                    self._check(page, checked, number, is_anything_pending=pending.operations > 0)
                     page.checked_at, page.pending = now, pending
         topics = {page.topic for page in pages if page.ended is None}
         found: dict[_Topic, _Pieces] = {}
@@ -267,10 +267,12 @@ class OverviewFeed:
         self._summed_at = {topic: at for topic, at in self._summed_at.items() if topic in topics}
         return found
 
-    def _check(self, page: FollowedPage, checked: dict[tuple[str, str], _Checked], number: int) -> None:
+    def _check(
+        self, page: FollowedPage, checked: dict[tuple[str, str], _Checked], number: int, *, is_anything_pending: bool
+    ) -> None:
         key = (page.session_key, page.topic[0])
         if key not in checked:
-            checked[key] = _check_session(page.session_key)
+            checked[key] = _check_session(page.session_key, is_anything_pending=is_anything_pending)
         page.ended, page.sees, waiting = checked[key]
         if page.waiting is None or page.waiting.text != waiting:
             page.waiting = _Piece(waiting, number, OPEN)
@@ -303,13 +305,13 @@ _Checked = tuple[CloseCode | None, frozenset[str], str]
 """Why the pages of a session end, what they may see, and what waits for their person, as JSON."""
 
 
-def _check_session(session_key: str) -> _Checked:
+def _check_session(session_key: str, *, is_anything_pending: bool) -> _Checked:
     request = find_living(session_key, now=clock.unix_s())
     if request is None or not isinstance(request.user, User):
         return CloseCode.SIGNED_OUT, frozenset(), ""
     if not request.user.is_staff:
         return CloseCode.NOT_PERMITTED, frozenset(), ""
-    _needs, html = _render("waiting", {"waiting": list_waiting_for(request.user)})
+    _needs, html = _render("waiting", {"waiting": list_waiting_for(request.user) if is_anything_pending else ()})
     return None, list_seen(request.user), _print(html)
 
 

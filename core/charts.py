@@ -64,7 +64,7 @@ class Chart:
     """Series over one time. ``name``: of the chart in its page, a part of ids. ``starts``: of each step, unix time.
 
     ``is_stacked``: the lines add up, the first one at the bottom. ``link``: the address that a click on a step opens, with
-    ``{since}`` and ``{until}`` for its two ends, in ISO 8601 and UTC.
+    ``{since}`` and ``{until}`` for its two ends, in unix time.
     """
 
     name: str

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from django.db.models import Count, Exists, Max, OuterRef, Q, QuerySet
 from django.utils.translation import gettext as _
@@ -267,11 +267,24 @@ def list_waiting_for(user: User) -> list[OperationSummary]:
     return summarise_all(list(with_parts(Operation.objects.filter(pk__in=ids)).order_by("requested_at"))) if ids else []
 
 
-def mark_pending() -> object:
-    """Return something that is another whenever what waits for somebody may be another; one query."""
+class PendingMark(NamedTuple):
+    """Another one whenever what waits for somebody may be another. ``operations``: how many are undecided."""
+
+    operations: int
+    newest: datetime | None
+    decisions: int
+
+
+def mark_pending() -> PendingMark:
+    """Return how what waits for people stands; one query."""
     pending = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now())
-    told = Count("decisions", filter=Q(decisions__withdrawn_at=None))
-    return pending.aggregate(operations=Count("pk", distinct=True), newest=Max("requested_at"), told=told)
+    return PendingMark(
+        **pending.aggregate(
+            operations=Count("pk", distinct=True),
+            newest=Max("requested_at"),
+            decisions=Count("decisions", filter=Q(decisions__withdrawn_at=None)),
+        )
+    )
 
 
 def _find_waiting_for(user: User) -> list[Operation]:

@@ -35,12 +35,8 @@ const printValue = (value, unit) => {
 const compact = new Intl.NumberFormat(language, { notation: "compact", maximumFractionDigits: 1 });
 const printTick = (value, unit) => (COUNTED.includes(unit) || unit === "" || value === 0 ? compact.format(value) : printValue(value, unit));
 
-const fill = (address, data, index) => {
-    const print = (seconds) => encodeURIComponent(new Date(seconds * 1000).toISOString().replace(".000Z", "Z"));
-    return address
-        .replace("{since}", print(data.starts[index]))
-        .replace("{until}", print(data.starts[index] + data.step_s));
-};
+const fill = (address, data, index) =>
+    address.replace("{since}", data.starts[index]).replace("{until}", data.starts[index] + data.step_s);
 
 class MusterChart extends HTMLElement {
     #data = null;
