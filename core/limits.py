@@ -908,7 +908,7 @@ class GatewayLimits:
     page_node_recent_s: float = bound(86_400.0, "s", "The page of a node shows no older ones.")
     page_exact_rows: int = bound(10_000, "rows", "A longer list shows an estimate of its length.")
     page_body_chars: int = bound(100_000, "bytes", "A longer kept answer is cut on its page, and not indented.")
-    page_models: int = bound(100, "models", "A page of the list of models has no more rows.")
+    page_models: int = bound(50, "models", "A page of the list of models has no more rows.")
     page_places: int = bound(50, "nodes", "The page of a model shows no more nodes that have it.")
     catalogue_context_tokens: int = bound(8_192, "tokens", "The catalogue reckons with this context.")
     page_waiting_models: int = bound(8, "models", "Overview shows no more models that requests wait for.")

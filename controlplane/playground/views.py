@@ -74,7 +74,7 @@ def show_playground(request: HttpRequest) -> HttpResponse:
         "title": "Playground",
         "surfaces": SURFACES.values(),
         "models": [(name, name in served) for name in offers.models],
-        "chosen_model": choose_model(offers.models, free=fleet.free_models, served=served),
+        "chosen_model": choose_model(offers.models, free=fleet.free_models, served=served, wanted=request.GET.get("model", "")),
         "is_any_served": not served.isdisjoint(offers.models),
         "aliases": offers.aliases,
         "may_lend": may_lend(request),
@@ -90,8 +90,12 @@ def show_playground(request: HttpRequest) -> HttpResponse:
     return TemplateResponse(request, "admin/muster/playground.html", context, headers=headers)
 
 
-def choose_model(names: Sequence[str], *, free: Collection[str], served: Collection[str]) -> str:
-    """Return the model that the page preselects: one with a free slot, else one that is served, else the first; "" of none."""
+def choose_model(names: Sequence[str], *, free: Collection[str], served: Collection[str], wanted: str = "") -> str:
+    """Return the model that the page preselects: the one that a link names, else one with a free slot, else one that is served,
+    else the first; "" of none.
+    """
+    if wanted in names:
+        return wanted
     best = [name for name in names if name in free] or [name for name in names if name in served] or names
     return next(iter(best), "")
 

@@ -199,6 +199,8 @@ def describe_load(request: HttpRequest, form: LoadForm) -> Context:
         "need": _split_need(listed, tokens),
         "tokens": tokens,
         "fleet": fleet,
+        "fits": form.fits[: limits().gateway.page_places],
+        "fits_beyond": max(0, len(form.fits) - limits().gateway.page_places),
         "loaded_on": {place.node_id for place in fleet.loaded},
         "has_policy": policy is not None,
         "needed": say_needs(rules, policy) if rules is not None and policy is not None else "",

@@ -22,7 +22,7 @@ from governance.errors import InvalidProposal
 from governance.notices import list_requester_and_signers, notify_of_event
 from governance.operations.runs import LastRun, last_run, list_last_successes
 from governance.registry import Choices, Impact, Line, MemoryChange, Request, Undone, make_query
-from nodes.models import Node, ProviderState, Reach, clock_of, presence_of, with_clock
+from nodes.models import Node, ProviderState, Reach, clock_of
 from nodes.operations.targets import (
     CAUTION,
     DANGER,
@@ -45,7 +45,7 @@ from nodes.operations.targets import (
     refuse_unable,
 )
 from nodes.reports import read_replicas, read_stored
-from nodes.services.availability import read_availability
+from nodes.services.availability import iterate_rows, read_availability
 from nodes.services.telemetry import MemoryBar
 from wire import clock
 from wire.bridge import GpuInfo
@@ -605,24 +605,25 @@ def read_rooms() -> list[Room]:
     """Return the room of every node that is heard or takes operations, by name; one query."""
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).exclude(credential__revoked_at__isnull=False)
     sums = {f"memory_{part}": KeyTextTransform(part, "presence__memory") for part in _SUMS}
-    rows = rows.select_related("presence", "provider").defer("presence__memory", "presence__available_models", "figures")
-    found = [_measure_room(node) for node in with_clock(rows.annotate(**sums).order_by("name", "pk"))]
+    read = ("runner_id", "op_level", "policy_version", "policy_error", "clock_skew_ms", "keeps_models", "agent_session")
+    columns = (*read, "presence__gpus", "presence__replicas", *sums)
+    found = [_measure_room(node) for node in iterate_rows(rows.annotate(**sums).order_by("name", "pk"), *columns)]
     return [room for room in found if room is not None]
 
 
-def _measure_room(node: Node) -> Room | None:
+def _measure_room(node: Any) -> Room | None:  # Any: a row
     availability = read_availability(node, now=clock_of(node))
     is_away = availability.status is NodeStatus.OFFLINE
     if is_away and not node.op_level:
         return None
-    gpus = read_stored(presence_of(node).gpus, list[GpuInfo]) or []
+    gpus = read_stored(node.gpus, list[GpuInfo]) or []
     free = [max(0, gpu.memory_total_mb - (gpu.memory_used_mb or 0)) for gpu in gpus if gpu.memory_total_mb]
     kind, total, used = (getattr(node, f"memory_{part}") for part in _SUMS)
     total, used = _read_int(total), _read_int(used)
     if total is None and free:
         total, used = sum(gpu.memory_total_mb or 0 for gpu in gpus), sum(gpu.memory_used_mb or 0 for gpu in gpus)
     held: Counter[str] = Counter()
-    for replica in read_replicas(presence_of(node).replicas):
+    for replica in read_replicas(node.replicas):
         held[replica.model] += (replica.memory_mb or 0) if replica.state == "loaded" else 0
     is_able = bool(node.runner_id and node.op_level)
     refusal = explain_unready(node) if is_able else _("%(node)s takes no loads from here.") % {"node": node.name}

@@ -6,22 +6,21 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any  # a row of iterate_rows
 
 from django.db import connection
+from django.db.models import Q
 
 from core.limits import limits
-from nodes.models import Node, ProviderState, clock_of, presence_of, with_clock
+from nodes.models import Node, ProviderState, clock_of
 from nodes.reports import read_replicas
-from nodes.services.availability import Has, read_availability
+from nodes.services.availability import Has, iterate_rows, read_availability
 from wire.bridge import RESERVED, ReplicaInfo
 from wire.contract import NodeStatus
 
 _READ = (
-    *("name", "mode", "cordoned", "draining", "draining_since", "drained_at", "reach", "public_base_url", "model_names"),
-    *("figures", "excluded_models", "runner_id", "max_concurrent", "provider__state", "presence__replicas"),
-    *("presence__available_models", "presence__connected", "presence__last_heartbeat_at", "presence__reported_status"),
-    *("presence__is_accepting_jobs", "presence__active_requests", "presence__protocol", "presence__probed_at"),
-    *("presence__probe_error", "presence__updated_at"),
+    *("model_names", "figures", "excluded_models", "runner_id", "max_concurrent"),
+    *("presence__replicas", "presence__available_models"),
 )
 """Columns that are read; facts of models are long, and read on their own."""
 
@@ -84,20 +83,23 @@ def read_fleet_models(only: str | None = None) -> dict[str, FleetModel]:
     places: dict[str, list[ModelPlace]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
-    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence", "provider").order_by("name")
-    for node in with_clock(rows.only(*_READ)):
-        availability = read_availability(node, now=clock_of(node), is_enabled=node.provider.state == ProviderState.ENABLED)
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).order_by("name")
+    if only is not None:
+        has = Q(model_names__contains=[only]) | Q(presence__available_models__contains=[only])
+        rows = rows.filter(has | Q(presence__replicas__contains=[{"model": only}]))
+    for node in iterate_rows(rows, *_READ):
+        availability = read_availability(node, now=clock_of(node), is_enabled=node.provider__state == ProviderState.ENABLED)
         if availability.status is NodeStatus.OFFLINE:
             continue
         found = _list_places(node, takes_work=availability.unavailable is None)
         for model, place in found.items():
             places[model].append(place)
-        for model in presence_of(node).available_models or ():
+        for model in node.available_models or ():
             if isinstance(model, str) and model not in found:
                 counts[model] += 1
                 if len(names[model]) < limits().nodes.listed_names:
                     names[model].append(node.name)
-    facts = _read_facts()
+    facts = _read_facts(only)
     models = {*places, *counts} if only is None else {only}
     return {
         model: FleetModel(model, tuple(places[model]), counts[model], tuple(names[model]), *facts.get(model, ("", "", None)))
@@ -105,9 +107,9 @@ def read_fleet_models(only: str | None = None) -> dict[str, FleetModel]:
     }
 
 
-def _list_places(node: Node, *, takes_work: bool) -> dict[str, ModelPlace]:
+def _list_places(node: Any, *, takes_work: bool) -> dict[str, ModelPlace]:
     said: dict[str, list[ReplicaInfo]] = defaultdict(list)
-    for replica in read_replicas(presence_of(node).replicas):
+    for replica in read_replicas(node.replicas):
         if replica.state in {"loaded", "loading", RESERVED}:
             said[replica.model].append(replica)
     found = {model: _join(node, model, replicas, takes_work=takes_work) for model, replicas in said.items()}
@@ -117,7 +119,7 @@ def _list_places(node: Node, *, takes_work: bool) -> dict[str, ModelPlace]:
     return found
 
 
-def _join(node: Node, model: str, replicas: Sequence[ReplicaInfo], *, takes_work: bool) -> ModelPlace:
+def _join(node: Any, model: str, replicas: Sequence[ReplicaInfo], *, takes_work: bool) -> ModelPlace:
     is_loaded = model in node.model_names or any(replica.state != "loading" for replica in replicas)
     figures = node.figures.get(model) if isinstance(node.figures, dict) else None
     first = replicas[0] if replicas else None
@@ -155,11 +157,11 @@ SELECT f ->> 'name', max(coalesce(f ->> 'backend', '')), max(coalesce(f ->> 'qua
                 THEN (f ->> 'estimate_mb')::float8 / greatest(1, coalesce((f ->> 'estimate_replicas')::float8, 1)) END)::bigint
   FROM nodes_nodepresence AS p,
        jsonb_array_elements(CASE jsonb_typeof(p.memory -> 'models') WHEN 'array' THEN p.memory -> 'models' ELSE '[]' END) AS f
- WHERE jsonb_typeof(f) = 'object' GROUP BY 1
+ WHERE jsonb_typeof(f) = 'object' AND (%(only)s::text IS NULL OR f ->> 'name' = %(only)s) GROUP BY 1
 """
 
 
-def _read_facts() -> dict[str, tuple[str, str, int | None]]:
+def _read_facts(only: str | None) -> dict[str, tuple[str, str, int | None]]:
     with connection.cursor() as cursor:
-        cursor.execute(_FACTS)
+        cursor.execute(_FACTS, {"only": only})
         return {name: (backend, quantization, size) for name, backend, quantization, size in cursor.fetchall() if name}

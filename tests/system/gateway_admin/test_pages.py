@@ -37,7 +37,7 @@ from wire.contract import ErrorCode, RequestState
 from wire.ids import new_uuid7
 
 pytestmark = pytest.mark.django_db
-MOST_QUERIES = 10
+MOST_QUERIES = 12
 """Session, operator, count, rows, and one for each filter whose choices are rows. None of them for each row."""
 POLYGLOT = "\"'><img src=x onerror=alert(1)>{{7*7}}<script>alert(2)</script>"
 
