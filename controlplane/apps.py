@@ -50,8 +50,11 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
         return response
 
     def get_urls(self) -> list[URLPattern | URLResolver]:
+        from controlplane.enrolment import urlpatterns
+
         hide = path("checklist/hide/", self.admin_view(require_POST(self.hide_checklist)), name="hide_checklist")
-        return [hide, *super().get_urls()]
+        # Before those of the rows, which take any address below theirs.
+        return [hide, *urlpatterns, *super().get_urls()]
 
     def hide_checklist(self, request: HttpRequest) -> HttpResponse:
         """Put away the first steps on Overview, for this person alone."""

@@ -152,7 +152,7 @@ ENTRIES = (
 
 
 ACTIONS = (
-    Tab(gettext_lazy("Add node"), "add_circle", "admin:nodes_nodecredential_add", ("nodes.add_nodecredential",)),
+    Tab(gettext_lazy("Add node"), "add_circle", "admin:nodes_node_setup", ("nodes.add_nodecredential",)),
     Tab(gettext_lazy("New API key"), "key", "admin:gateway_apikey_add", ("gateway.add_apikey",)),
     Tab(gettext_lazy("New tenant"), "apartment", "admin:gateway_tenant_add", ("gateway.add_tenant",)),
     Tab(gettext_lazy("Allow a model"), "deployed_code", "admin:gateway_model_add", ("gateway.add_model",)),

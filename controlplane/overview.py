@@ -420,7 +420,7 @@ def read_checklist(request: HttpRequest, fleet: FleetStanding) -> tuple[Step, ..
 
     steps = (
         Step(_("Send a first request"), has_counted_any(), link("playground:page", "gateway.add_apikey")),
-        Step(_("Add a second node"), fleet.total > 1, link("admin:nodes_nodecredential_add", "nodes.add_nodecredential")),
+        Step(_("Add a second node"), fleet.total > 1, link("admin:nodes_node_setup", "nodes.add_nodecredential")),
         Step(_("Make a key for an application"), has_own_key(), link("admin:gateway_apikey_add", "gateway.add_apikey")),
         Step(_("Serve these pages over HTTPS"), request.is_secure() or settings.PUBLIC_URL.startswith("https://")),
         Step(

@@ -287,7 +287,7 @@ def _list(listed: str, **query: str) -> str:
 _FIXES: Mapping[str, Callable[[AlertFacts], tuple[Text, str]]] = {
     "gateway.none": lambda _alert: (_("Gateway processes"), _list("gateway_gatewayprocess")),
     "gateway.silent": lambda _alert: (_("Gateway processes"), _list("gateway_gatewayprocess")),
-    "node.none": lambda _alert: (_("Add node"), reverse("admin:nodes_nodecredential_add")),
+    "node.none": lambda _alert: (_("Add a node"), reverse("admin:nodes_node_setup")),
     "node.unavailable": lambda _alert: (_("Nodes"), _list("nodes_node")),
     "requests.waiting": lambda _alert: (_("Requests in progress"), _list("gateway_requestrecord", state="open")),
     "requests.failed": lambda _alert: (_("Failed requests"), _list("gateway_requestrecord", state="wrong", range="1h")),

@@ -431,6 +431,11 @@ class NodeLimits:
 
     # Credentials and names
     credential_name_chars: int = bound(80, "characters", "A longer name of a credential is refused.")
+    setup_code_s: int = bound(3600, "s", "A setup code that nobody used, and what follows its node on `/setup`, ends.")
+    setup_code_chars: int = bound(20, "characters", "A longer setup code is cut.")
+    setup_form_bytes: int = bound(4_096, "bytes", "A longer form of `/setup` is refused.")
+    setup_fields: int = bound(20, "fields", "A form or address of `/setup` with more is refused.")
+    setup_nodes: int = bound(20, "nodes", "The page that adds nodes shows no more of those with one credential.")
     credential_nodes: int = bound(10_000, "nodes", "A credential for more nodes is refused.")
     credential_use_s: float = bound(60.0, "s", "The use of a credential is stored again.")
     name_tries: int = bound(64, "names", "An enrolment whose name so many live workers have is refused.")
@@ -976,6 +981,7 @@ class ConsoleLimits:
     # The endpoint wants a number.
     playground_messages_tokens: int = bound(1_024, "tokens", "A form that says nothing asks for so many on Messages.")
     # A person waits meanwhile.
+    playground_trial_tokens: int = bound(32, "tokens", "The answer to the test request of a new key or node is cut.")
     playground_explained: int = bound(16, "models", "The nodes of further models of an alias are not looked at.")
     playground_key_s: float = bound(3_600.0, "s", "A key that the playground lends expires.")
     # A request that waits in a queue still needs it.

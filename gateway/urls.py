@@ -21,6 +21,7 @@ from gateway.views.endpoints import Handler, Inference, InferenceConsumer, make_
 from gateway.views.peers import make_peer_application
 from gateway.views.responses import make_response_routes
 from gateway.views.service import AdminViews, PublicViews
+from gateway.views.setup import make_setup_routes
 from gateway.views.tickets import make_ticket_routes
 from gateway.views.token_counts import make_counting_routes
 from nodes.consumers import NodeConsumer
@@ -47,6 +48,7 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
     http += [_route(pattern, application) for pattern, application in make_response_routes(runtime)]
     http += [_route(pattern, application) for pattern, application in make_agent_routes(runtime)]
     http += [_route(pattern, application) for pattern, application in make_ticket_routes(runtime)]
+    http += [_route(pattern, application) for pattern, application in make_setup_routes(runtime)]
     http += [
         _route("", get(public.index)),
         _route("v1/models", get(public.list_models)),

@@ -67,6 +67,18 @@ class NodeCredential(models.Model):
         return self.name
 
 
+class SetupCode(models.Model):
+    """A code that shows a credential once to somebody without an account; see ``nodes.services.enrolment``."""
+
+    digest = models.BinaryField(max_length=32, unique=True, editable=False)
+    credential = models.ForeignKey(NodeCredential, on_delete=models.CASCADE, related_name="setup_codes")
+    expires_at = models.DateTimeField(db_index=True)
+    used_at = models.DateTimeField(null=True, blank=True)
+
+    def __str__(self) -> str:
+        return f"for {self.credential_id}"
+
+
 class Reach(models.TextChoices):
     """How the gateway reaches a node."""
 

@@ -144,32 +144,52 @@ async def send(request: HttpRequest) -> HttpResponse | StreamingHttpResponse:
 async def try_key(request: HttpRequest) -> HttpResponse:
     """Ask a model one short question with a key that was just made, and answer what came of it as a part of a page."""
     key, model = request.POST.get("key", ""), request.POST.get("model", "")
-    question = {"model": model, "max_tokens": 32, "messages": [{"role": "user", "content": _TRIAL}]}
     try:
         may_see = await database_sync_to_async(_require_maker, thread_sensitive=False)(request)
     except PlaygroundError as refusal:
         return refuse(refusal)
+    if parse_keyid(key, CredentialKind.CLIENT) is None:
+        return render(request, "admin/muster/trial.html", {"error": _("This is no API key; one looks like mst_….")})
+    return await show_trial(request, Trial(key, model), may_see=may_see)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One short question to a model. ``node``: which one shall answer, empty = any."""
+
+    key: str = field(repr=False)
+    model: str
+    node: str = ""
+
+
+async def show_trial(request: HttpRequest, trial: Trial, *, may_see: bool) -> HttpResponse:
+    """Ask it, and answer what came of it as a part of a page. ``may_see``: whether the person may look at the record."""
+    question: dict[str, Any] = {  # JSON
+        "model": trial.model,
+        "max_tokens": limits().console.playground_trial_tokens,
+        "messages": [{"role": "user", "content": _TRIAL}],
+        **({"x_pool_options": {"prefer_gpu": trial.node}} if trial.node else {}),
+    }
+    headers = {"authorization": f"Bearer {trial.key}", "content-type": "application/json", "accept-encoding": "identity"}
+    began = clock.monotonic()
     try:
-        if parse_keyid(key, CredentialKind.CLIENT) is None:
-            raise AskRefused("This is no API key; one looks like mst_….", param="key")
-        began = clock.monotonic()
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
         relay = Relay(Call(path=SURFACES[SurfaceName.CHAT].path, body=_encode(question), headers=headers))
         head = await relay.head()
         said = b"".join([chunk async for chunk in relay])
-    except (PlaygroundError, ServiceError) as refusal:
+    except PlaygroundError as refusal:
         return render(request, "admin/muster/trial.html", {"error": refusal.message})
-    context = {
-        **_read_trial(head.status, said),
-        "seconds": clock.monotonic() - began,
-        "node": head.headers.get("x-muster-node"),
-    }
+    node = head.headers.get("x-muster-node", "")
+    context = {**_read_trial(head.status, said), "seconds": clock.monotonic() - began, "node": node}
+    if trial.node and node and node != trial.node:
+        context["error"] = _("%(other)s answered instead of %(node)s, which has no free slot now.") % {
+            "other": node, "node": trial.node,
+        }  # fmt: skip
     if may_see:
         context["record"] = find_record_url(head.headers.get("x-request-id", ""))
     return render(request, "admin/muster/trial.html", context)
 
 
-def _read_trial(status: int, said: bytes) -> dict[str, str]:
+def _read_trial(status: int, said: bytes) -> dict[str, object]:
     """Return ``text`` of an answer, or ``error`` of what the gateway or the engine said instead."""
     try:
         answer = msgspec.json.decode(said)

@@ -46,7 +46,7 @@ class GpuAdmin(ShowingAdmin):
     search_fields = ("model", "own_id", "node__name")
     is_live = True
     empty_words = gettext_lazy("A GPU appears here when a node that has it is heard.")
-    empty_link = (gettext_lazy("Create a node credential"), "admin:nodes_nodecredential_add")
+    empty_link = (gettext_lazy("Add a node"), "admin:nodes_node_setup")
     removed_because = gettext_lazy("Its node has not named it for too long.")
 
     @property

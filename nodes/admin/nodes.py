@@ -243,7 +243,7 @@ class NodeAdmin(ShowingAdmin):
     empty_words = gettext_lazy(
         "A node is a machine with GPUs that answers requests. It appears here when it connects with a credential."
     )
-    empty_link = (gettext_lazy("Create a node credential"), "admin:nodes_nodecredential_add")
+    empty_link = (gettext_lazy("Add a node"), "admin:nodes_node_setup")
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         CORDON,
         UNCORDON,

@@ -82,6 +82,11 @@ def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
     return credential
 
 
+def list_provider_names() -> list[str]:
+    """Return the providers that credentials can be of, by name."""
+    return list(Provider.objects.exclude(state=ProviderState.DELETED).order_by("name").values_list("name", flat=True))
+
+
 def find_credential(text: str) -> NodeCredential | None:
     """Return the credential that ``text`` is, None when it is none: see ``find_credentials``."""
     return find_credentials({text}).get(text)
