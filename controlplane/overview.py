@@ -312,10 +312,10 @@ def _make_tiles(
     return (
         Tile(
             "nodes", NODES, _("Nodes ready"), "",
-            change=_compare(float(history.online[-1]), float(history.online[0]), print_count) if any(history.online) else "",
+            change=_print_online(history.online[-1], history.online[0]) if any(history.online) else "",
             tone=_judge(history.online[-1], history.online[0], is_more_better=True),
             path=_sparkle([*history.online]), url=reverse("admin:nodes_node_changelist"),
-            meaning=_("Nodes that take work. The change is of those that were heard, since %(range)s ago.") % {"range": title},
+            meaning=_("Nodes that take work; and how many were heard, now and %(range)s ago.") % {"range": title},
         ),
         Tile(
             "rate", REQUESTS, _("Requests per minute"), print_rate(per_minute),
@@ -324,7 +324,7 @@ def _make_tiles(
         ),
         Tile(
             "failed", REQUESTS, _("Failed"), print_rate(total.failed_percent), "%",
-            change=_compare(total.failed_percent, before.failed_percent, print_percent) if is_known else "",
+            change=_compare(total.failed_percent, before.failed_percent, print_percent, is_share=True) if is_known else "",
             tone=_judge(total.failed_percent, before.failed_percent, is_more_better=False) if is_known else "",
             path=_sparkle([one.failed_percent for one in sums]), url=f"{listing}?state=wrong&{since}",
             meaning=_("A node, an engine or the gateway failed, or there was no capacity. What was refused does not count."),
@@ -378,20 +378,27 @@ def print_count(value: float) -> str:
     return number_format(round(value), force_grouping=True)
 
 
-def _compare(value: float, before: float, print_it: Callable[[float], str]) -> str:
-    """Return what a figure was before, with the change in percent where that says anything."""
+def _print_online(now: int, before: int) -> str:
+    if now == before:
+        return _("%(now)s online") % {"now": print_count(now)}
+    return _("%(now)s online, %(before)s before") % {"now": print_count(now), "before": print_count(before)}
+
+
+def _compare(value: float, before: float, print_it: Callable[[float], str], *, is_share: bool = False) -> str:
+    """Return what a figure was before, with the change in percent where that says anything: not of a share, itself one."""
     was = print_it(before)
     if was == print_it(value):
         return _("as before")
     sign = "▲" if value > before else "▼"
-    if before <= 0 or not limits().console.overview_change_percent <= 100 * abs(value - before) / before <= 999:
+    if is_share or before <= 0 or not limits().console.overview_change_percent <= 100 * abs(value - before) / before <= 999:
         return _("%(sign)s from %(before)s") % {"sign": sign, "before": was}
     percent = number_format(round(100 * abs(value - before) / before))
     return _("%(sign)s %(percent)s %% from %(before)s") % {"sign": sign, "percent": percent, "before": was}
 
 
 def _judge(value: float, before: float, *, is_more_better: bool) -> str:
-    if value == before:
+    """Return whether a figure is better or worse than before; neither when it is about the same."""
+    if 100 * abs(value - before) <= limits().console.overview_judged_percent * before:
         return ""
     return "better" if (value > before) is is_more_better else "worse"
 

@@ -954,6 +954,7 @@ class ConsoleLimits:
     overview_models: int = bound(4, "models", "Further models of a node are counted on Overview instead.")
     overview_top: int = bound(5, "rows", "Further models and tenants are not shown on Overview.")
     overview_change_percent: float = bound(1.0, "%", "A smaller change is shown without a percentage.")
+    overview_judged_percent: float = bound(5.0, "%", "A larger change is called better or worse on Overview.")
     search_chars: int = bound(200, "characters", "A longer search term is cut.")
     search_rows: int = bound(5, "rows", "Further rows of a kind are not found.")
     problem_look_s: float = bound(5.0, "s", "The control plane looks for problems again.")

@@ -534,6 +534,8 @@ class Comparison:
 def read_comparison(span: timedelta, metrics: Sequence[Metric]) -> Comparison:
     """Return how all requests went within a span until now, with the span before; one query."""
     level, step = _choose_steps(span, Dimension.ALL)
+    if step > _HOUR:  # a month of hours has more buckets than 20 ms are enough for
+        level, step = _list_levels()[-1], _DAY
     past = _choose_table(span, Dimension.ALL)
     last = _align(clock.now(), step)
     times = [last - step * back for back in reversed(range(max(1, math.ceil(span / step))))]
