@@ -280,9 +280,9 @@ class MusterChart extends HTMLElement {
             this.#showAll();
         });
         over.addEventListener("click", () => {
-            const index = this.#plot.cursor.idx;
+            const index = this.#stepAt(this.#plot, this.#plot.cursor.left);
             clearTimeout(waiting);
-            if (this.#data.link && index !== null && index !== undefined) {
+            if (this.#data.link && index !== null) {
                 waiting = setTimeout(() => location.assign(fill(this.#data.link, this.#data, index)), CLICK_MS);
             }
         });
