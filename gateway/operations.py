@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from django.utils.translation import gettext_noop
+
 from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import ServiceError
@@ -104,7 +106,7 @@ class LimitRaise:
     """
 
     name = NAME
-    title = "Raise a limit"
+    title = gettext_noop("Raise a limit")
     is_remote = False
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:

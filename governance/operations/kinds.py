@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_noop
 
 from core.limits import limits
 from governance.errors import ApprovalRefused, InvalidProposal
@@ -68,7 +69,7 @@ class PolicyChange(_Local):
     """Puts the next version of the policy in force. Proposed by drafting it (``policies.draft_policy``)."""
 
     name = "policy-change"
-    title = "Change the approval policy"
+    title = gettext_noop("Change the approval policy")
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
         del targets, params
@@ -81,11 +82,12 @@ class PolicyChange(_Local):
         del targets
         row = PolicyVersion.objects.filter(sha256=str(params.get("sha256", ""))).first()
         if row is None:
-            return Description("Change the approval policy", [Line("Policy", "this version is not stored here")])
+            return Description(_("Change the approval policy"), [Line(_("Policy"), _("this version is not stored here"))])
         new, found = row.read_policy(), active_policy()
         old = found[1] if found else None
         words = policy_words(new.ref.sha256)
-        lines = [Line("Version", str(new.ref.version), str(old.ref.version) if old else "none"), Line("Fingerprint", words)]
+        lines = [Line(_("Version"), str(new.ref.version), str(old.ref.version) if old else _("none"))]
+        lines.append(Line(_("Fingerprint"), words))
         lines += describe_change(old, new)
         return Description(self.write_title({"version": new.ref.version}), lines)
 
@@ -100,7 +102,7 @@ class Unfreeze(_Local):
     """Lifts the freeze."""
 
     name = "unfreeze"
-    title = "Lift the freeze"
+    title = gettext_noop("Lift the freeze")
 
     def choices(self) -> Mapping[str, object]:
         return {"targets": [], "params": []}
@@ -123,11 +125,15 @@ class Unfreeze(_Local):
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         del targets
         found = read_freeze()
-        now = "not frozen"
+        now = _("not frozen")
         if found is not None:
-            now = "in force" if name_freeze(found) == params else f"ended; in force is another one, by {found.frozen_by}"
-        which = f"{params['freeze']}, by {params.get('frozenBy')}" if "freeze" in params else "named by nobody"
-        return Description(self.write_title(params), [Line("Lifts the freeze", which, now)])
+            now = _("in force")
+            if name_freeze(found) != params:
+                now = _("ended; in force is another one, by %(name)s") % {"name": found.frozen_by}
+        which = _("named by nobody")
+        if "freeze" in params:
+            which = _("%(number)s, by %(name)s") % {"number": params["freeze"], "name": params.get("frozenBy")}
+        return Description(self.write_title(params), [Line(_("Lifts the freeze"), which, now)])
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         """Lift it. Raises StateChanged when another freeze is in force than the one that was signed."""
@@ -139,7 +145,7 @@ class BreakGlassReview(_Local):
     """Closes a break-glass use: the normal quorum has looked at it."""
 
     name = "break-glass-review"
-    title = "Review a break-glass use"
+    title = gettext_noop("Review a break-glass use")
 
     def choices(self) -> Mapping[str, object]:
         return {"params": []}
@@ -158,10 +164,11 @@ class BreakGlassReview(_Local):
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         used = _find(targets[0])
-        lines = [Line("Break-glass operation", targets[0])]
+        lines = [Line(_("Break-glass operation"), targets[0])]
         if used is not None:
-            lines += [Line("What was done", used.operation), Line("Asked for by", used.requested_by), Line("Why", used.reason)]
-            lines.append(Line("Not to be reviewed by", ", ".join(sorted(list_users(used)))))
+            lines += [Line(_("What was done"), used.operation), Line(_("Asked for by"), used.requested_by)]
+            lines.append(Line(_("Why"), used.reason))
+            lines.append(Line(_("Not to be reviewed by"), ", ".join(sorted(list_users(used)))))
         return Description(self.write_title(params), lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
@@ -179,7 +186,7 @@ class AdminTokenMint(_Local):
     """Lets the requester make one admin token."""
 
     name = "admin-token-mint"
-    title = "Make an admin token"
+    title = gettext_noop("Make an admin token")
 
     def choices(self) -> Mapping[str, object]:
         return {"targets": [], "params": [{"name": "name", "label": "Name of the token", "help": "What it is for."}]}
@@ -201,9 +208,9 @@ class AdminTokenMint(_Local):
         del targets
         name = str(params.get("name", ""))
         lines = [
-            Line("Name", name),
-            Line("It opens", "the admin APIs of control plane and gateway"),
-            Line("Shown", "to its requester, once"),
+            Line(_("Name"), name),
+            Line(_("It opens"), _("the admin APIs of control plane and gateway")),
+            Line(_("Shown"), _("to its requester, once")),
         ]
         return Description(self.write_title(params), lines)
 
@@ -215,14 +222,23 @@ class AdminTokenMint(_Local):
 def describe_change(old: Policy | None, new: Policy) -> list[Line]:
     """Return who and what a policy names, beside the one in force."""
     people = sorted(set(new.groups) | (set(old.groups) if old else set()))
-    lines = [Line(f"Approver {person}", _describe_person(new, person), _describe_person(old, person)) for person in people]
+    lines = [
+        Line(_("Approver %(name)s") % {"name": person}, _describe_person(new, person), _describe_person(old, person))
+        for person in people
+    ]
     names = sorted(set(new.classes) | (set(old.classes) if old else set()))
-    return [*lines, *(Line(f"To {name}", _describe_class(new, name), _describe_class(old, name)) for name in names)]
+    return [
+        *lines,
+        *(
+            Line(_("To %(operation)s") % {"operation": name}, _describe_class(new, name), _describe_class(old, name))
+            for name in names
+        ),
+    ]
 
 
 def _describe_person(policy: Policy | None, person: str) -> str:
     if policy is None or person not in policy.groups:
-        return "not an approver"
+        return _("not an approver")
     kinds = sorted(f"{key.kind} {key.thumbprint[:8]}" + (" (break-glass)" if key.is_break_glass else "")
                    for key in policy.keys.values() if key.approver == person)  # fmt: skip
     groups = ", ".join(sorted(policy.groups[person]))
@@ -232,12 +248,16 @@ def _describe_person(policy: Policy | None, person: str) -> str:
 def _describe_class(policy: Policy | None, name: str) -> str:
     found = None if policy is None else policy.classes.get(name)
     if policy is None or found is None:
-        return "not possible"
+        return _("not possible")
     if found.solo:
-        return "the requester alone (solo)"
+        return _("the requester alone (solo)")
     able = {key.approver for key in policy.keys.values() if key.is_break_glass == (name == "break-glass")}
-    factors = ", ".join(f"{count} of {group}" for group, count in sorted(found.factors.items()))
-    return f"{found.threshold} of {len(able)}" + (f", with {factors}" if factors else "")
+    said = {"needed": found.threshold, "able": len(able)}
+    factors = [
+        _("%(count)s of the group %(group)s") % {"count": count, "group": group}
+        for group, count in sorted(found.factors.items())
+    ]
+    return "; ".join([_("%(needed)s of %(able)s") % said, *factors])
 
 
 POLICY_CHANGE, UNFREEZE, BREAK_GLASS_REVIEW, ADMIN_TOKEN_MINT = PolicyChange(), Unfreeze(), BreakGlassReview(), AdminTokenMint()

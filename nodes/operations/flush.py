@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, gettext_noop
 
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Impact, Line
@@ -24,7 +25,12 @@ from nodes.operations.targets import (
     offer_models,
 )
 
-SCOPES = {"tag": "what carries a tag", "tenant": "one tenant", "model": "one model", "all": "everything"}
+SCOPES = {
+    "tag": gettext_lazy("what carries a tag"),
+    "tenant": gettext_lazy("one tenant"),
+    "model": gettext_lazy("one model"),
+    "all": gettext_lazy("everything"),
+}
 """By what is signed, in the order in which the page lists them."""
 _NEEDED_BY_SCOPE = {"model": "modelId", "tenant": "tenantId", "tag": "tag"}
 
@@ -33,7 +39,7 @@ class CacheFlush(NodeOperation):
     """Flush caches: all, of a model, of a tenant or of a tag."""
 
     name = "cache-flush"
-    title = "Flush caches"
+    title = gettext_noop("Flush caches")
     fields: Mapping[str, Field] = {
         "scope": Field("text", is_required=True),
         "tenantId": Field("text"),
@@ -59,31 +65,37 @@ class CacheFlush(NodeOperation):
     def choices(self) -> Choices:
         """Return what a flush offers: its scope, and the names that a scope needs."""
         targets = list_targets()
-        scopes: list[Option] = [("", "Choose…"), *SCOPES.items()]
-        model = offer_models(find_places(targets), blank="any")
+        scopes: list[Option] = [("", _("Choose…")), *((scope, str(label)) for scope, label in SCOPES.items())]
+        model = offer_models(find_places(targets), blank=_("any"))
         params: list[Mapping[str, object]] = [
-            {"name": "scope", "label": "What to flush", "kind": "select", "choices": scopes},
-            {**model, "required": False, "help": "Needed for one model; narrows a tenant or a tag."},
-            {"name": "tenantId", "label": "Tenant", "required": False, "help": "Needed for one tenant; narrows a tag."},
-            {"name": "tag", "label": "Tag", "required": False, "help": "Needed for what carries a tag."},
+            {"name": "scope", "label": _("What to flush"), "kind": "select", "choices": scopes},
+            {**model, "required": False, "help": _("Needed for one model; narrows a tenant or a tag.")},
+            {"name": "tenantId", "label": _("Tenant"), "required": False, "help": _("Needed for one tenant; narrows a tag.")},
+            {"name": "tag", "label": _("Tag"), "required": False, "help": _("Needed for what carries a tag.")},
         ]
         return offer(targets, is_remote=True, params=params)
 
-    def write_sentence(self, params: Params) -> str:
-        model, tenant = params.get("modelId"), params.get("tenantId")
-        match params.get("scope"):
-            case "tenant":
-                what = f"the cache of tenant {tenant}"
-            case "tag":
-                what = f"the cache tagged {params.get('tag')}" + (f" of tenant {tenant}" if tenant else "")
-            case "model":
-                return f"Flush the cache of model {model} on"
-            case _:
-                what = "all caches"
-        return f"Flush {what}{f' of model {model}' if model else ''} on"
+    def write_sentence(self, params: Params, nodes: str) -> str:
+        model, tenant, scope = params.get("modelId"), params.get("tenantId"), params.get("scope")
+        said = {"model": model, "tenant": tenant, "tag": params.get("tag"), "nodes": nodes}
+        if scope == "model":
+            return _("Flush the cache of model %(model)s on %(nodes)s") % said
+        if scope == "tenant" and model:
+            return _("Flush the cache of tenant %(tenant)s of model %(model)s on %(nodes)s") % said
+        if scope == "tenant":
+            return _("Flush the cache of tenant %(tenant)s on %(nodes)s") % said
+        if scope == "tag" and tenant and model:
+            return _("Flush the cache tagged %(tag)s of tenant %(tenant)s of model %(model)s on %(nodes)s") % said
+        if scope == "tag" and tenant:
+            return _("Flush the cache tagged %(tag)s of tenant %(tenant)s on %(nodes)s") % said
+        if scope == "tag" and model:
+            return _("Flush the cache tagged %(tag)s of model %(model)s on %(nodes)s") % said
+        if scope == "tag":
+            return _("Flush the cache tagged %(tag)s on %(nodes)s") % said
+        return (_("Flush all caches of model %(model)s on %(nodes)s") if model else _("Flush all caches on %(nodes)s")) % said
 
     def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
-        labels = {"scope": "Scope", "tenantId": "Tenant", "modelId": "Model", "tag": "Tag"}
+        labels = {"scope": _("Scope"), "tenantId": _("Tenant"), "modelId": _("Model"), "tag": _("Tag")}
         return [Line(label, str(params[field])) for field, label in labels.items() if field in params]
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:

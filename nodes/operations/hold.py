@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_noop
 
 from core.limits import limits
 from governance.errors import InvalidProposal
@@ -20,22 +21,28 @@ class NodeDrain(NodeOperation):
     """Drain a node with less time for what runs than a plain drain gives."""
 
     name = FORCED_DRAIN
-    title = "Drain a node by force"
+    title = gettext_noop("Drain a node by force")
     is_remote = False
     fields: Mapping[str, Field] = {"timeout_s": Field("number", is_required=True, least=0, most=86_400)}
 
     def choices(self) -> Choices:
         """Return what the page that proposes offers: the nodes, and how long what runs may take."""
-        usual = f"0 interrupts them at once; a plain drain gives {limits().nodes.drain_timeout_s:.0f} s."
+        usual = _("0 interrupts them at once; a plain drain gives %(seconds)s s.") % {
+            "seconds": round(limits().nodes.drain_timeout_s)
+        }
         bounds = self.fields["timeout_s"]
-        field = {"name": "timeout_s", "label": "Seconds for requests that run", "kind": "number", "help": usual}
+        field = {"name": "timeout_s", "label": _("Seconds for requests that run"), "kind": "number", "help": usual}
         return offer(list_targets(), is_remote=False, params=[{**field, "min": bounds.least, "max": bounds.most}])
 
     def describe(self, targets: Sequence[str], params: Params) -> Description:
         """Return the request in words."""
-        usual = f"{limits().nodes.drain_timeout_s:.0f} s in a plain drain"
-        lines = [Line("Node", ", ".join(targets)), Line("Time for requests that run", f"{params.get('timeout_s')} s", usual)]
-        return Description(f"Drain {', '.join(map(name_of, targets))} by force", lines)
+        usual = _("%(seconds)s s in a plain drain") % {"seconds": round(limits().nodes.drain_timeout_s)}
+        time = Line(_("Time for requests that run"), f"{params.get('timeout_s')} s", usual)
+        lines = [Line(_("Node"), ", ".join(targets)), time]
+        return Description(self.write_sentence(params, ", ".join(map(name_of, targets))), lines)
+
+    def write_sentence(self, params: Params, nodes: str) -> str:
+        return _("Drain %(nodes)s by force") % {"nodes": nodes}
 
     def carry_out(self, order: RunOrder) -> Done:
         """Drain it. Raises InvalidProposal for a node that is gone."""
@@ -54,7 +61,7 @@ class NodeEvict(NodeOperation):
     """End everything that runs on a node, and give it no new work."""
 
     name = EVICT
-    title = "Evict a node (stop all work)"
+    title = gettext_noop("Evict a node (stop all work)")
     is_remote = False
 
     def choices(self) -> Choices:
@@ -64,13 +71,17 @@ class NodeEvict(NodeOperation):
     def describe(self, targets: Sequence[str], params: Params) -> Description:
         """Return the request in words."""
         nodes = [node for node in map(find_signed, targets) if node is not None]
-        held = {"cordoned" for node in nodes if node.cordoned} | {"draining" for node in nodes if node.draining}
+        held = {_("cordoned") for node in nodes if node.cordoned} | {_("draining") for node in nodes if node.draining}
+        after = _("cordoned and draining until an operator lifts both")
         lines = [
-            Line("Node", ", ".join(targets)),
-            Line("Requests that run", "are interrupted at once"),
-            Line("Afterwards", "cordoned and draining until an operator lifts both", ", ".join(sorted(held)) or "it gets work"),
+            Line(_("Node"), ", ".join(targets)),
+            Line(_("Requests that run"), _("are interrupted at once")),
+            Line(_("Afterwards"), after, ", ".join(sorted(held)) or _("it gets work")),
         ]
-        return Description(f"Evict {', '.join(map(name_of, targets))}", lines)
+        return Description(self.write_sentence(params, ", ".join(map(name_of, targets))), lines)
+
+    def write_sentence(self, params: Params, nodes: str) -> str:
+        return _("Evict %(nodes)s") % {"nodes": nodes}
 
     def carry_out(self, order: RunOrder) -> Done:
         """Cordon it and end what runs. Raises InvalidProposal for a node that is gone."""

@@ -15,6 +15,7 @@ from django.db.models.fields.json import KeyTextTransform
 from django.utils import timezone
 from django.utils.module_loading import import_string
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_noop
 
 from core.limits import limits
 from governance.audit import find_last_event, find_last_event_at, record_event
@@ -59,14 +60,13 @@ GPUS = "gpus"
 MEMBERS = "members"
 """Of a load: the nodes of one replica over several, the head first: their runner ids, cluster addresses and GPUs."""
 RELOAD_FAILED = "node.reload-failed"
-_AS_SET_UP = "as the node is set up"
 
 
 class ModelLoad(NodeOperation):
     """Load a model, another one making room for it where that is asked for."""
 
     name = "model-load"
-    title = "Load a model"
+    title = gettext_noop("Load a model")
     fields: Mapping[str, Field] = {
         "modelId": Field("text", is_required=True),
         "quantization": Field("text"),
@@ -110,53 +110,61 @@ class ModelLoad(NodeOperation):
     def choices(self) -> Choices:
         """Return what a load offers: what the nodes could load, and what has to go for it."""
         targets = list_targets()
-        model = {**offer_models(find_places(targets, is_available=True)), "help": "Models found on the nodes, or type a name."}
+        model = {
+            **offer_models(find_places(targets, is_available=True)),
+            "help": _("Models found on the nodes, or type a name."),
+        }
         keep = {
-            "name": KEEP, "label": "Keep it loaded", "kind": "checkbox", "required": False,
+            "name": KEEP, "label": _("Keep it loaded"), "kind": "checkbox", "required": False,
             "initial": any(target.node.keeps_models for target in targets),
-            "help": "The node loads it again by itself after every restart, until an unload is approved. Approvers sign this.",
+            "help": _(
+                "The node loads it again by itself after every restart, until an unload is approved. Approvers sign this."
+            ),
         }  # fmt: skip
-        evict: dict[str, object] = {"name": "evictModel", "label": "Replace (unload first)", "required": False}
+        evict: dict[str, object] = {"name": "evictModel", "label": _("Replace (unload first)"), "required": False}
         if places := find_places(targets):
-            evict |= {"kind": "select", "choices": [("", "nothing"), *list_options(places)]}
+            evict |= {"kind": "select", "choices": [("", _("nothing")), *list_options(places)]}
         else:
-            evict["help"] = "Nothing is loaded at the moment."
+            evict["help"] = _("Nothing is loaded at the moment.")
         rare: list[dict[str, object]] = [
-            {"name": "maxContextLength", "label": "Context length in tokens", "kind": "number", "min": 1,
-             "help": "Empty: as the node is set up."},
-            {"name": "gpuMemoryBudgetMB", "label": "GPU memory that it may take, in MiB", "kind": "number", "min": 1,
-             "help": "Empty: what it needs."},
-            {"name": "quantization", "label": "Quantization", "help": "Empty: as the node is set up."},
-            {"name": GPUS, "label": "GPUs", "kind": "list",
-             "help": "Their numbers on the node, such as [0, 1]: one replica takes them all. Empty: as the node is set up."},
-            {"name": MEMBERS, "label": "One replica over all these nodes", "kind": "list",
-             "help": 'vLLM on Ray, the head first: [{"node": "gpu1", "gpus": [0, 1]}, {"node": "gpu2", "gpus": [0, 1]}].'},
-            {"name": "overrides", "label": "Settings of the engine", "kind": "json",
-             "help": 'A JSON object, such as {"n_gpu_layers": 20}. Whole numbers only.'},
+            {"name": "maxContextLength", "label": _("Context length in tokens"), "kind": "number", "min": 1,
+             "help": _("Empty: as the node is set up.")},
+            {"name": "gpuMemoryBudgetMB", "label": _("GPU memory that it may take, in MiB"), "kind": "number", "min": 1,
+             "help": _("Empty: what it needs.")},
+            {"name": "quantization", "label": _("Quantization"), "help": _("Empty: as the node is set up.")},
+            {"name": GPUS, "label": _("GPUs"), "kind": "list",
+             "help": _("Their numbers on the node, such as [0, 1]: one replica takes them all. Empty: as the node is set up.")},
+            {"name": MEMBERS, "label": _("One replica over all these nodes"), "kind": "list",
+             "help": _('vLLM on Ray, the head first: [{"node": "gpu1", "gpus": [0, 1]}, {"node": "gpu2", "gpus": [0, 1]}].')},
+            {"name": "overrides", "label": _("Settings of the engine"), "kind": "json",
+             "help": _('A JSON object, such as {"n_gpu_layers": 20}. Whole numbers only.')},
         ]  # fmt: skip
         rare = [{**field, "required": False, "is_rare": True} for field in rare]
         return offer(targets, is_remote=True, params=[model, keep, evict, *rare])
 
-    def write_sentence(self, params: Params) -> str:
-        what = " as one replica" if self.is_joint(params) else ""
-        return f"Load {params.get('modelId')}{what} on"
+    def write_sentence(self, params: Params, nodes: str) -> str:
+        text = _("Load %(model)s as one replica on %(nodes)s") if self.is_joint(params) else _("Load %(model)s on %(nodes)s")
+        return text % {"model": params.get("modelId"), "nodes": nodes}
 
     def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
         labels = {
-            "quantization": "Quantization",
-            "maxContextLength": "Tokens per request",
-            "gpuMemoryBudgetMB": "Memory for it, MiB",
+            "quantization": _("Quantization"),
+            "maxContextLength": _("Tokens per request"),
+            "gpuMemoryBudgetMB": _("Memory for it, MiB"),
         }
-        lines = [Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId")))]
-        lines += [Line(label, str(params[field]), _AS_SET_UP) for field, label in labels.items() if field in params]
+        lines = [Line(_("Model"), str(params.get("modelId")), _now_of(found, params.get("modelId")))]
+        lines += [Line(label, str(params[field]), _say_as_set_up()) for field, label in labels.items() if field in params]
         if "evictModel" in params:
-            lines.append(Line("Unloaded first", str(params["evictModel"]), _now_of(found, params["evictModel"])))
+            lines.append(Line(_("Unloaded first"), str(params["evictModel"]), _now_of(found, params["evictModel"])))
         lines += _describe_gpus(params, found)
-        after = "is loaded again, until an unload is approved" if _is_kept(params) else "is not loaded again"
-        lines.append(Line("After a restart of the node", after))
+        after = _("is loaded again, until an unload is approved") if _is_kept(params) else _("is not loaded again")
+        lines.append(Line(_("After a restart of the node"), after))
         overrides = params.get("overrides")
         if isinstance(overrides, Mapping):
-            lines += [Line(f"Engine: {name}", str(value), _AS_SET_UP) for name, value in sorted(overrides.items())]
+            lines += [
+                Line(_("Engine: %(name)s") % {"name": name}, str(value), _say_as_set_up())
+                for name, value in sorted(overrides.items())
+            ]
         return lines
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
@@ -223,26 +231,29 @@ class ModelUnload(NodeOperation):
     """Unload a model; by force without waiting for what runs."""
 
     name = "model-unload"
-    title = "Unload a model"
+    title = gettext_noop("Unload a model")
     fields: Mapping[str, Field] = {"modelId": Field("text", is_required=True), "force": Field("truth")}
 
     def choices(self) -> Choices:
         """Return what an unload offers: what is loaded, and whether to wait for what runs."""
         targets = list_targets()
         force = {
-            "name": "force", "label": "By force: requests that run are cut off", "kind": "checkbox", "required": False,
-            "help": "Otherwise they may finish within the node's own limit.",
+            "name": "force", "label": _("By force: requests that run are cut off"), "kind": "checkbox", "required": False,
+            "help": _("Otherwise they may finish within the node's own limit."),
         }  # fmt: skip
         return offer(targets, is_remote=True, params=[offer_models(find_places(targets)), force])
 
-    def write_sentence(self, params: Params) -> str:
-        return f"{'Unload by force' if params.get('force') is True else 'Unload'} {params.get('modelId')} from"
+    def write_sentence(self, params: Params, nodes: str) -> str:
+        is_forced = params.get("force") is True
+        text = _("Unload by force %(model)s from %(nodes)s") if is_forced else _("Unload %(model)s from %(nodes)s")
+        return text % {"model": params.get("modelId"), "nodes": nodes}
 
     def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
-        running = "are cut off at once" if params.get("force") is True else "may finish within the node's own limit"
+        is_forced = params.get("force") is True
+        running = _("are cut off at once") if is_forced else _("may finish within the node's own limit")
         return [
-            Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId"))),
-            Line("Requests that run", running),
+            Line(_("Model"), str(params.get("modelId")), _now_of(found, params.get("modelId"))),
+            Line(_("Requests that run"), running),
         ]
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
@@ -274,7 +285,7 @@ class SettingsReload(NodeOperation):
     """Have nodes read their settings files again: what can be loaded there changes, what is loaded does not."""
 
     name = "settings-reload"
-    title = "Reload the settings of nodes"
+    title = gettext_noop("Reload the settings of nodes")
 
     def clean(self, targets: Sequence[str], params: Params) -> Request:
         """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that do not know it."""
@@ -293,14 +304,14 @@ class SettingsReload(NodeOperation):
         """Return what a reload of the settings offers: it has no parameters."""
         return offer(list_targets(), is_remote=True, params=[])
 
-    def write_sentence(self, params: Params) -> str:
-        return "Reload the settings of"
+    def write_sentence(self, params: Params, nodes: str) -> str:
+        return _("Reload the settings of %(nodes)s") % {"nodes": nodes}
 
     def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
-        read = "settings.json and local.json on the node, as they are then; they are no part of what is signed"
+        read = _("settings.json and local.json on the node, as they are then; they are no part of what is signed")
         return [
-            Line("What is read", read),
-            Line("Models that are loaded", "stay as they are; if one would change, nothing is taken over"),
+            Line(_("What is read"), read),
+            Line(_("Models that are loaded"), _("stay as they are; if one would change, nothing is taken over")),
         ]
 
     def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
@@ -310,6 +321,10 @@ class SettingsReload(NodeOperation):
 
 
 MODEL_LOAD, MODEL_UNLOAD, SETTINGS_RELOAD = ModelLoad(), ModelUnload(), SettingsReload()
+
+
+def _say_as_set_up() -> str:
+    return _("as the node is set up")
 
 
 def _say_may_finish() -> str:
@@ -373,28 +388,31 @@ def _describe_gpus(params: Params, found: Sequence[Target]) -> Iterator[Line]:
         for place, entry in enumerate(_list_members(params)):
             node, gpus = str(entry.get("node")), _list_named(params, str(entry.get("node")))
             today = (
-                ", ".join(_name_gpu(there[node], index) for index in gpus) if node in there else "the node is not known here"
+                ", ".join(_name_gpu(there[node], index) for index in gpus) if node in there else _("the node is not known here")
             )
-            role = "Head, which serves" if place == 0 else "Lends its GPUs"
-            yield Line(role, f"{node}: GPU {', '.join(map(str, gpus))}, at {entry.get('address')}", today)
-        yield Line("Network", "Ray's ports on these nodes open to each other and to nobody else")
-        yield Line("When one node is lost", "the replica ends on all of them")
+            role = _("Head, which serves") if place == 0 else _("Lends its GPUs")
+            said = {"node": node, "gpus": ", ".join(map(str, gpus)), "address": entry.get("address")}
+            yield Line(role, _("%(node)s: GPU %(gpus)s, at %(address)s") % said, today)
+        yield Line(_("Network"), _("Ray's ports on these nodes open to each other and to nobody else"))
+        yield Line(_("When one node is lost"), _("the replica ends on all of them"))
         return
     named = _list_named(params, "")
     if not named:
         if any(len(target.said.gpus) > 1 for target in found):
-            yield Line("GPUs", _AS_SET_UP)
+            yield Line(_("GPUs"), _say_as_set_up())
         return
     today = "; ".join(
         f"{target.node.name}: {', '.join(_name_gpu(target, index) for index in named)}"
         for target in found[: limits().nodes.listed_names]
     )
-    yield Line("GPUs", ", ".join(map(str, named)), today)
+    yield Line(_("GPUs"), ", ".join(map(str, named)), today)
 
 
 def _name_gpu(target: Target, index: int) -> str:
     gpu = next((gpu for gpu in target.said.gpus if gpu.index == index), None)
-    return f"{index} is not there" if gpu is None else f"{index} is {gpu.name}"
+    if gpu is None:
+        return _("%(gpu)s is not there") % {"gpu": index}
+    return _("%(gpu)s is %(name)s") % {"gpu": index, "name": gpu.name}
 
 
 def _room_on(target: Target, gpus: Sequence[int], memory: MemoryBar) -> tuple[int, int]:
@@ -430,8 +448,10 @@ def _judge_gpus(target: Target, gpus: Sequence[int]) -> Iterator[Impact]:
 def _now_of(found: Sequence[Target], model: object) -> str:
     holding = [target.node.name for target in found if model in target.loaded]
     if not holding:
-        return "not loaded"
-    return "loaded" if len(found) == 1 else f"loaded on {', '.join(holding[: limits().nodes.listed_names])}"
+        return _("not loaded")
+    if len(found) == 1:
+        return _("loaded")
+    return _("loaded on %(nodes)s") % {"nodes": ", ".join(holding[: limits().nodes.listed_names])}
 
 
 # Models that an operation has loaded and that are gone although nobody had them unloaded

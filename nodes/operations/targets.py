@@ -101,10 +101,13 @@ class NodeOperation:
     def describe(self, targets: Sequence[str], params: Params) -> Description:
         """Return the request in words, each parameter beside what is so today."""
         found = [target for target in map(read_target, targets) if target is not None]
-        how = "together" if self.is_joint(params) else "one after the other"
-        on = Line("On" if len(targets) == 1 else f"On {len(targets)} nodes, {how}", ", ".join(targets))
+        label = _("On")
+        if len(targets) > 1:
+            text = _("On %(count)s nodes, together") if self.is_joint(params) else _("On %(count)s nodes, one after the other")
+            label = text % {"count": len(targets)}
+        on = Line(label, ", ".join(targets))
         names = _list_some([name_of(target) for target in targets[: limits().nodes.listed_names]], count=len(targets))
-        return Description(f"{self.write_sentence(params)} {names}", [on, *self.write_lines(params, found)])
+        return Description(self.write_sentence(params, names), [on, *self.write_lines(params, found)])
 
     def preview(self, targets: Sequence[str], params: Params) -> Sequence[Impact]:
         """Return what it would mean for each node."""
@@ -135,7 +138,7 @@ class NodeOperation:
         elif known:
             running = sum(count_running(target, None) for target in known)
             facts.append(ngettext("%(count)s request runs there", "%(count)s requests run there", running) % {"count": running})
-        return Brief(f"{self.write_sentence(params)} {names}", " · ".join(facts))
+        return Brief(self.write_sentence(params, names), " · ".join(facts))
 
     def write_briefs(self, target: Target, params: Params) -> Iterator[str]:
         """Yield in a few words each what it would mean for a node. Without queries."""
@@ -174,8 +177,8 @@ class NodeOperation:
                 return f"all nodes must be there: {problem}"
         return ""
 
-    def write_sentence(self, params: Params) -> str:
-        """Return what is asked for, up to the names of the nodes."""
+    def write_sentence(self, params: Params, nodes: str) -> str:
+        """Return what is asked for, in one sentence without a full stop. ``nodes``: their names."""
         raise NotImplementedError
 
     def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
@@ -407,15 +410,20 @@ def offer(targets: list[Target], *, is_remote: bool, params: Sequence[Mapping[st
     rest = [each for each in targets if each not in able]
     offered = [(each.node.runner_id if is_remote else each.node.printed_id, _label(each, is_remote=is_remote)) for each in able]
     offered += [(each.node.printed_id, _label(each, is_remote=is_remote)) for each in rest]
-    return {"targets": offered, "targets_label": "Nodes", "params": params}
+    return {"targets": offered, "targets_label": _("Nodes"), "params": params}
 
 
-def offer_models(places: Mapping[str, Sequence[str]], *, blank: str = "Choose…") -> dict[str, object]:
+def offer_models(places: Mapping[str, Sequence[str]], *, blank: str = "") -> dict[str, object]:
     """Return the field of a model, of those of which it is known where they are. Without any its name is typed."""
-    field: dict[str, object] = {"name": "modelId", "label": "Model"}
+    field: dict[str, object] = {"name": "modelId", "label": _("Model")}
     if not places:
-        return {**field, "help": "No node says that it has one; write its name."}
-    return {**field, "kind": "select", "choices": [("", blank), *list_options(places)], "others": "Another model"}
+        return {**field, "help": _("No node says that it has one; write its name.")}
+    return {
+        **field,
+        "kind": "select",
+        "choices": [("", blank or _("Choose…")), *list_options(places)],
+        "others": _("Another model"),
+    }
 
 
 def list_options(places: Mapping[str, Sequence[str]]) -> Iterator[Option]:
@@ -432,32 +440,38 @@ def find_places(targets: Sequence[Target], *, is_available: bool = False) -> dic
         said = map(str, presence_of(target.node).available_models or ()) if is_available else ()
         for model in filter(_can_be_signed, {*said, *target.loaded}):
             is_loaded = is_available and model in target.loaded
-            places.setdefault(model, []).append(f"loaded on {name}" if is_loaded else f"on {name}")
+            places.setdefault(model, []).append(
+                (_("loaded on %(nodes)s") if is_loaded else _("on %(nodes)s")) % {"nodes": name}
+            )
     return places
 
 
 def _label(target: Target, *, is_remote: bool) -> str:
     node = target.node
     state = "draining" if node.draining else "cordoned" if node.cordoned else target.status.value
-    parts = ["away" if target.status is NodeStatus.OFFLINE else state]
+    parts = [_("away") if target.status is NodeStatus.OFFLINE else state]
     if is_remote:
         parts.append(_describe_level(node))
-    parts.append(f"has {_list_some(sorted(target.loaded))} loaded" if target.loaded else "nothing loaded")
+    models = _list_some(sorted(target.loaded))
+    parts.append(_("has %(models)s loaded") % {"models": models} if models else _("nothing loaded"))
     return f"{node.name}: {' · '.join(parts)}"
 
 
 def _describe_level(node: Node) -> str:
     if not node.op_level or not node.runner_id:
-        return "takes no operations from here"
+        return _("takes no operations from here")
     if node.op_level != "L2":
-        return f"{node.op_level}, checks a key and no approvals"
-    return f"L2 with policy version {node.policy_version}" if node.policy_version else "L2, no policy pinned"
+        return _("%(level)s, checks a key and no approvals") % {"level": node.op_level}
+    if not node.policy_version:
+        return _("L2, no policy pinned")
+    return _("L2 with policy version %(version)s") % {"version": node.policy_version}
 
 
 def _list_some(names: Sequence[str], *, count: int | None = None) -> str:
     """Return the first few of some names, and how many more there are. ``count``: of all, where ``names`` are fewer."""
     most, count = limits().nodes.listed_names, len(names) if count is None else count
-    return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
+    shown = ", ".join(names[:most])
+    return _("%(names)s and %(count)s more") % {"names": shown, "count": count - most} if count > most else shown
 
 
 # What carrying it out would mean now
