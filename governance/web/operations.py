@@ -116,10 +116,12 @@ def show_operation(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
 def _split_description(view: OperationView) -> dict[str, object]:
     """Return what changes, and apart from it the lines beyond those that fit a screen: what stays as it is goes there first."""
     is_done = bool(view.runs) and view.summary.run_state != RunState.QUEUED
-    lines = sorted(view.description.lines, key=lambda line: bool(line.now) and line.now == line.value and not is_done)
+    lines, title = view.description.lines, view.description.title
+    same = [] if is_done else [line for line in lines if line.now and line.now == line.value]
+    changed = [line for line in lines if line not in same]
     most = limits().governance.page_lines
-    title = view.description.title
-    return {"is_done": is_done, "brief": Description(title, lines[:most]), "rest": Description(title, lines[most:])}
+    rest = Description(title, [*changed[most:], *same])
+    return {"is_done": is_done, "brief": Description(title, changed[:most]), "rest": rest}
 
 
 def describe_statement(view: OperationView) -> dict[str, object]:
