@@ -5,6 +5,7 @@ The log itself keeps the names of actions: programs and the hash chain read thos
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from urllib.parse import urlencode
 
@@ -127,6 +128,8 @@ LISTS = {
     "webhook": "governance_webhookendpoint",
 }
 """The list in which a target is found, by the first part of an action."""
+_DIGEST = re.compile(r"[0-9a-f]{32,}")
+_SHOWN_CHARS = 12
 _ACTORS = {
     "system": gettext_lazy("Muster ({name})"),
     "node": gettext_lazy("node {name}"),
@@ -183,4 +186,5 @@ def _print(value: object) -> str:
             return ", ".join(filter(None, map(_print, value)))
         case dict():
             return ", ".join(f"{key} {text}" for key, inner in value.items() if (text := _print(inner)))
-    return str(value)
+    text = str(value)
+    return f"{text[:_SHOWN_CHARS]}…" if _DIGEST.fullmatch(text) else text

@@ -31,7 +31,7 @@ const openDrawer = (isOpen) => {
     document.body.classList.toggle("mst-drawn", isOpen);
     drawer.setAttribute("aria-expanded", String(isOpen));
     if (isOpen) {
-        find("#sidebar a[aria-current], #sidebar a").focus();
+        (find("#sidebar a[aria-current]") ?? find("#sidebar a")).focus();
     }
 };
 if (fold && drawer) {
@@ -126,6 +126,10 @@ if (palette) {
         timer = setTimeout(look, WAIT_MS);
     });
     input.addEventListener("keydown", (event) => {
+        if (event.key === "Escape") {
+            event.preventDefault(); // a search field would only empty itself
+            palette.close();
+        }
         const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
         if (step) {
             event.preventDefault();

@@ -165,8 +165,10 @@ def press(page: Page, name: str, *, exact: bool = False) -> None:
     button.click()
 
 
-def find_violations(page: Page, part: str = "#content", *, is_dark_too: bool = True) -> list[str]:
-    """Return what axe-core finds in a part of the page that is serious, in the light, and of colours in the dark."""
+def find_violations(
+    page: Page, part: str = "#content", *, is_dark_too: bool = True, impacts: Sequence[str] = ("serious", "critical")
+) -> list[str]:
+    """Return what axe-core finds in a part of the page, of such impacts, in the light, and of colours in the dark."""
     page.wait_for_load_state()
     page.evaluate(AXE)
     found = []
@@ -179,7 +181,7 @@ def find_violations(page: Page, part: str = "#content", *, is_dark_too: bool = T
             f"{page.url} {scheme}: {violation['id']} {node['target']} {node['failureSummary']}"
             for violation in page.evaluate(run)["violations"]
             for node in violation["nodes"]
-            if violation["impact"] in {"serious", "critical"}
+            if violation["impact"] in impacts
         ]
     return found
 
