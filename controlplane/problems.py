@@ -14,7 +14,7 @@ from django.utils import translation
 
 from core.hints import read_unreadable
 from core.limits import limits
-from gateway.services.explanations import Wait, WaitingModel, explain_waits, read_waits
+from gateway.services.explanations import Wait, WaitingModel, explain_waits_in, read_waits
 from gateway.services.requests import (
     ExpiringKey,
     GatewayHealth,
@@ -103,7 +103,8 @@ def read_facts(slow: SlowFacts) -> Facts:
     waits = read_waits() if open_requests.queued else ()
     missing = slow.allowed.keys() - fleet.served_models - {waiting.model for waiting in waits}
     asked_most = sorted(missing, key=lambda model: (-slow.allowed[model], model))[: limits().gateway.page_waiting_models]
-    explained = _explain_in_languages([*(waiting.model for waiting in waits), *asked_most])
+    languages = [language for language, _name in settings.LANGUAGES]
+    explained = explain_waits_in(languages, [*(waiting.model for waiting in waits), *asked_most])
     return Facts(
         fleet=fleet,
         open_requests=open_requests,
@@ -115,14 +116,6 @@ def read_facts(slow: SlowFacts) -> Facts:
         gateways=read_gateways(),
         lost_models=find_lost_models(),
     )
-
-
-def _explain_in_languages(models: Sequence[str]) -> dict[str, dict[str, Wait]]:
-    found = {}
-    for language, _name in settings.LANGUAGES:
-        with translation.override(language):
-            found[language] = explain_waits(models)
-    return found
 
 
 def look_for_problems() -> bool:

@@ -19,6 +19,7 @@ from controlplane.env import report_setting_errors
 from core.db.base import limit_process
 from core.db.threads import with_kept_connection
 from core.limits import limits
+from wire import clock
 
 DESCRIPTION = "Serve Muster's control plane: the operators' pages and the REST API."
 
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     logger.info("control_starting host=%s port=%d", arguments.host, arguments.port)
     looks = [
         Reconciler(reconcile, pause_s=limits().console.reconcile_s),
-        Reconciler(watch, pause_s=limits().console.problem_look_s),
+        Reconciler(watch, pause_s=limits().console.problem_look_s, longest_s=limits().console.problem_look_max_s),
     ]
     for reconciler in looks:
         reconciler.start()
@@ -74,11 +75,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Reconciler:
-    """Looks every ``pause_s`` seconds for what is due, in a thread, whatever becomes of one look."""
+    """Looks every ``pause_s`` seconds for what is due, in a thread, whatever becomes of one look.
 
-    def __init__(self, look: Callable[[], int], *, pause_s: float) -> None:
+    ``longest_s``: where a look costs much, as with a thousand nodes, the pause grows up to it.
+    """
+
+    def __init__(self, look: Callable[[], int], *, pause_s: float, longest_s: float = 0.0) -> None:
         self._look = look
-        self._pause_s = pause_s
+        self._pause_s, self._longest_s = pause_s, longest_s
         self._stopping = threading.Event()
         self._is_away = False
         # Not a task: so a lost message or a deaf worker only costs time, and it needs neither Celery nor the broker.
@@ -97,6 +101,7 @@ class Reconciler:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            began = clock.monotonic()
             try:
                 with_kept_connection(self._look)
                 self._note_database(is_away=False)
@@ -105,7 +110,8 @@ class Reconciler:
             except Exception:
                 # What cannot be looked at once may be the next time.
                 logger.exception("reconcile_failed")
-            self._stopping.wait(self._pause_s)
+            wanted_s = (clock.monotonic() - began) * limits().console.problem_look_pauses
+            self._stopping.wait(max(self._pause_s, min(wanted_s, self._longest_s)))
         connections.close_all()
 
     def _note_database(self, *, is_away: bool, why: str = "") -> None:

@@ -958,6 +958,10 @@ class ConsoleLimits:
     search_chars: int = bound(200, "characters", "A longer search term is cut.")
     search_rows: int = bound(5, "rows", "Further rows of a kind are not found.")
     problem_look_s: float = bound(5.0, "s", "The control plane looks for problems again.")
+    problem_look_max_s: float = bound(15.0, "s", "A look that takes long is followed by no longer pause.")
+    problem_look_pauses: int = bound(
+        20, "times", "The pause after a look is so many times as long as the look, if that is more."
+    )
     problem_messages: int = bound(5, "messages", "A look for problems sends no further ones that are overdue.")
     problem_lines: int = bound(12, "lines", "Further problems on the first page are counted instead.")
     # Fifty silent nodes shall hide nothing else.

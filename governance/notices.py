@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import secrets
 import smtplib
 import socket
@@ -417,7 +418,7 @@ def _write_post(hook: WebhookEndpoint, message: Message) -> tuple[str, bytes]:
         return hook.url, body.encode()
     link = str(message.body.get("link", ""))
     # The link is behind the title.
-    text = message.text.replace(link, "").strip() if link else message.text.strip()
+    text = re.sub(r"\n{3,}", "\n\n", message.text.replace(link, "") if link else message.text).strip()
     with translation.override(settings.NOTICE_LANGUAGE):
         label = "" if message.severity is None else str(SEVERITY_LABELS[message.severity])
     chat = Chat(message.subject, text, link, message.severity, label, message.is_over)

@@ -365,6 +365,8 @@ class AllowListAdmin(CreatingAdmin):
         extra_context: dict[str, Any] | None = None,  # Any: Django's template context
     ) -> HttpResponse:
         """Show the page of a model, the tab that ``?tab=`` names."""
+        if request.method == "POST":
+            raise PermissionDenied  # its changes have pages of their own
         self._require_viewer(request)
         row = self.get_object(request, unquote(object_id or ""))
         if row is None:

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from django.conf import settings
 from django.db.models import Count, Min
 from django.utils.formats import number_format
 from django.utils.functional import Promise
+from django.utils.translation import get_language, gettext_lazy, override
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
 
 from core.limits import limits
 from gateway.models import RequestRecord
@@ -78,10 +79,19 @@ def read_waits() -> tuple[WaitingModel, ...]:
 
 def explain_waits(models: Collection[str]) -> dict[str, Wait]:
     """Return for each model why a request for it would wait now; two queries, none for no model."""
-    if not models:
-        return {}
-    nodes, running = read_nodes_of(models), _count_running()
-    return {model: explain_wait(model, _add_running(nodes[model], running)) for model in models}
+    language = get_language() or settings.LANGUAGE_CODE
+    return explain_waits_in([language], models)[language]
+
+
+def explain_waits_in(languages: Iterable[str], models: Collection[str]) -> dict[str, dict[str, Wait]]:
+    """Return the same in each of these languages; no more queries."""
+    nodes = read_nodes_of(models) if models else {}
+    running = _count_running() if models else Counter[uuid.UUID]()
+    found: dict[str, dict[str, Wait]] = {}
+    for language in languages:
+        with override(language):
+            found[language] = {model: explain_wait(model, _add_running(nodes[model], running)) for model in models}
+    return found
 
 
 def explain_wait(model: str, nodes: Sequence[ServingNode]) -> Wait:

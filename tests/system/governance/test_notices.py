@@ -24,10 +24,11 @@ from django.utils import timezone
 from pytest_django.fixtures import Settings
 
 from controlplane.commands import Command
+from controlplane.problems import watch
 from core.limits import limits
 from core.models import User
 from governance.alerts import AlertObject, Problem, look
-from governance.models import Alert, AuditEvent, Notice, Operation, WebhookEndpoint
+from governance.models import Alert, AlertLook, AuditEvent, Notice, Operation, WebhookEndpoint
 from governance.notices import (
     NOTICE_EVENTS,
     SIGNATURE_HEADER,
@@ -63,6 +64,7 @@ class Receiver:
     url: str = ""
     status: int = 204
     location: str = ""
+    answer: bytes = b""
     got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
 
 
@@ -78,6 +80,7 @@ def receiver() -> Iterator[Receiver]:
             if found.location:
                 self.send_header("location", found.location)
             self.end_headers()
+            self.wfile.write(found.answer)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name of the base class
             """Say nothing."""
@@ -404,8 +407,9 @@ def test_an_alert_that_was_deleted_ends_its_message(receiver: Receiver) -> None:
 
 def test_a_test_says_what_was_answered_and_what_did_not_get_through(receiver: Receiver) -> None:
     add_webhook(name="chat", url=receiver.url, wishes=Wishes(format="discord", takes_alerts=True), actor=ACTOR)
-    receiver.status = 200
-    assert try_webhook(name="chat", actor=ACTOR).status == 200
+    receiver.status, receiver.answer = 200, b"what stands behind the wall"
+    answer = try_webhook(name="chat", actor=ACTOR)
+    assert (answer.status, answer.text) == (200, ""), "an inner service is not read out"
     assert json.loads(receiver.got[0][1])["embeds"][0]["title"] == "Test message of Muster"
     boss = Client()
     boss.force_login(User.objects.create_superuser("boss"))
@@ -439,3 +443,13 @@ def test_what_a_webhook_gets_can_be_changed_and_is_audited_once() -> None:
     boss.force_login(User.objects.create_superuser("boss"))
     page = boss.get(f"/admin/governance/webhookendpoint/{WebhookEndpoint.objects.get().pk}/change/").content.decode()
     assert "alerts (impaired), approvals, events" in page
+
+
+def test_what_no_worker_sends_in_time_the_control_plane_sends(team: Team, receiver: Receiver) -> None:
+    add_webhook(name="ops", url=receiver.url, actor=ACTOR)
+    propose_token(team[0])
+    Notice.objects.filter(webhook=None).delete()
+    assert watch() == 0, "a worker has its time"
+    Notice.objects.update(due_at=timezone.now() - timedelta(seconds=limits().governance.notice_overdue_s + 1))
+    assert watch() == len(receiver.got) == 1
+    assert AlertLook.objects.exists()
