@@ -1,6 +1,8 @@
-"""The page that adds nodes: one command to paste, and beside it what the node has reached, up to its first answer."""
+"""The pages that add nodes and lead through a first start: what to paste, and what has been reached, up to a first answer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from channels.db import database_sync_to_async
 from django import forms
@@ -23,9 +25,14 @@ from controlplane.playground.views import DEFAULT_TENANT, Trial, show_trial
 from core.admin_pages import name_actor
 from core.errors import ContractError
 from core.limits import limits
+from core.models import User
+from gateway.admin.callers import describe_key
+from gateway.services.keys import create_api_key
 from gateway.services.models import allow_model, list_offers
 from gateway.services.tenants import list_tenants
+from governance.keys import list_keys
 from governance.signin import may_act
+from nodes.services.availability import read_fleet
 from nodes.services.credentials import create_credential, list_provider_names
 from nodes.services.enrolment import (
     CHOICES,
@@ -106,6 +113,45 @@ def show_setup(request: HttpRequest) -> HttpResponse:
     return TemplateResponse(request, "admin/muster/setup_wait.html", context)
 
 
+class FirstKeyForm(forms.Form):
+    """The key of a first application."""
+
+    name = forms.CharField(
+        label=gettext_lazy("Name of the application"),
+        max_length=limits().gateway.name_chars,
+        initial="my-app",
+        widget=UnfoldAdminTextInputWidget,
+    )
+
+
+@never_cache
+@require_http_methods(["GET", "HEAD", "POST"])
+def show_start(request: HttpRequest) -> HttpResponse:
+    """Lead through the first minutes in three steps: a safe sign-in, a node, and a key with a first answer."""
+    user = request.user
+    assert isinstance(user, User)  # or nobody would be let in
+    form = FirstKeyForm(request.POST if request.method == "POST" else None)
+    fleet = read_fleet()
+    context: dict[str, Any] = {
+        **admin.site.each_context(request),
+        "title": _("First steps"),
+        "form": form,
+        "has_passkey": bool(list_keys(user)),
+        "nodes": [node for node in fleet.nodes if node.takes_work],
+        "may_add_nodes": user.has_perm(ADD_CREDENTIAL),
+        "may_make_keys": may_lend(request) and may_act(request),
+    }
+    if request.method == "POST" and form.is_valid() and context["may_make_keys"]:
+        tenants = [tenant.name for tenant in list_tenants() if tenant.is_active]
+        try:
+            tenant = DEFAULT_TENANT if DEFAULT_TENANT in tenants else next(iter(tenants), DEFAULT_TENANT)
+            key, text = create_api_key(name=form.cleaned_data["name"], tenant_name=tenant, actor=name_actor(request))
+            context["created"] = describe_key(key, text)
+        except ContractError as refusal:
+            form.add_error(None, str(refusal))
+    return TemplateResponse(request, "admin/muster/start.html", context)
+
+
 @never_cache
 @require_safe
 def show_state(request: HttpRequest, credential_id: int) -> HttpResponse:
@@ -179,6 +225,7 @@ def _is_ready(node: Reached, allowed: set[str]) -> bool:
 
 
 urlpatterns: list[URLPattern] = [
+    path("start/", admin.site.admin_view(show_start), name="start"),
     path("nodes/node/setup/", admin.site.admin_view(show_setup), name="nodes_node_setup"),
     path("nodes/node/setup/<int:credential_id>/state", admin.site.admin_view(show_state), name="nodes_node_setup_state"),
     path("nodes/node/setup/<int:credential_id>/allow", admin.site.admin_view(allow), name="nodes_node_setup_allow"),

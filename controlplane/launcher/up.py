@@ -327,7 +327,7 @@ class _Session:
             "",
             f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
             "",
-            f"  Control plane  {pages[0]}/admin/   login {credentials.username}{secret}",
+            f"  Control plane  {pages[0]}/admin/{'start/' if is_first else ''}   login {credentials.username}{secret}",
             *(f"                 {url}/admin/" for url in pages[1:]),
             f"                 {self._name_limits()}",
             f"  Gateway        {gateways[0]}/v1",

@@ -270,7 +270,7 @@ def _revoke(key: ApiKey, actor: str, values: Values) -> str:
 
 def _rotate(key: ApiKey, actor: str, values: Values) -> Created:
     key, text = rotate_api_key(key_id=key.pk, actor=actor)
-    return _describe_key(key, text)
+    return describe_key(key, text)
 
 
 def _limit_key(key: ApiKey, actor: str, values: Values) -> str:
@@ -292,7 +292,7 @@ def _offer_key_raise(key: ApiKey, values: Values) -> Offer:
     return Offer(operation="limit-raise", target=f"key:{key.pk}", params=params)
 
 
-def _describe_key(key: ApiKey, text: str) -> Created:
+def describe_key(key: ApiKey, text: str) -> Created:
     """Return the page that shows a key: where clients send it, and how each client is told."""
     base = str(settings.GATEWAY_PUBLIC_URL).rstrip("/")
     allowed = Model.objects.filter(allowed=True).order_by("name").values_list("name", flat=True).first()
@@ -474,7 +474,7 @@ class ApiKeyAdmin(CreatingAdmin):
             expires_at=_end_of(values["last_day"]),
             actor=actor,
         )
-        return _describe_key(key, text)
+        return describe_key(key, text)
 
     @column(gettext_lazy("Limits and budgets"))
     def show_budgets(self, key: ApiKey) -> str:

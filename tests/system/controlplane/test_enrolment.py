@@ -12,8 +12,9 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from gateway.models import Model
+from gateway.models import ApiKey, Model
 from gateway.services.models import remember_models
+from gateway.services.tenants import create_tenant
 from governance.models import PolicyVersion
 from nodes.models import NodeCredential, SetupCode
 from nodes.services.credentials import create_provider
@@ -132,3 +133,20 @@ def test_the_state_takes_as_many_queries_for_many_nodes_as_for_one(boss: Client)
         for name in ("x", "y", "z"):
             make_presence(make_node(name=f"{name}{number}", credential=credential))
     assert counts[0] == counts[1]
+
+
+def test_the_first_steps_lead_to_a_key_that_is_shown_once(boss: Client) -> None:
+    page = boss.get(reverse("admin:start"))
+    assert "No node takes requests yet." in page.text
+    make_presence(make_node(name="attic", model_names=["llama3"]))
+    remember_models(names=["llama3"])
+    Model.objects.update(allowed=True)
+    create_tenant(name="default", actor=ACTOR)
+
+    page = boss.post(reverse("admin:start"), {"name": "my-app"})
+
+    (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", page.text))
+    assert (ApiKey.objects.get().name, "no-store" in page["Cache-Control"]) == ("my-app", True)
+    assert "attic" in page.text
+    assert "Send a test request" in page.text
+    assert text not in boss.get(reverse("admin:start")).text
