@@ -504,6 +504,7 @@ class UsageSerializer(serializers.Serializer[Any]):  # Any: a sum, no model
     key_id = serializers.UUIDField(required=False)
     key_name = serializers.CharField(required=False)
     tenant = serializers.CharField(required=False)
+    node_id = serializers.CharField(required=False, help_text="Empty: no node got them")
     requests = serializers.IntegerField()
     prompt_tokens = serializers.IntegerField()
     cached_tokens = serializers.IntegerField(help_text="Of the prompt, what nodes had cached; charged at the cached price")
@@ -538,7 +539,7 @@ class UsageView(APIView):
         operation_id="list_usage", parameters=_USAGE_PARAMETERS, responses={200: UsageListSerializer, **_errors(400, 401)}
     )
     def get(self, request: Request) -> Response:
-        """Sum up what requests used by day, model, key and tenant. Budgets count the same."""
+        """Sum up what requests used by day, model, key, tenant and node. Budgets count the same."""
         rows = _read_usage(request)
         return Response(UsageListSerializer({"currency": settings.CURRENCY, "usage": rows}).data)
 
@@ -568,7 +569,11 @@ def _read_groups(request: Request) -> list[str]:
 def _read_usage(request: Request) -> list[dict[str, Any]]:  # Any: columns
     today = clock.now().date()
     first, last = _read_day(request, "from", today.replace(day=1)), _read_day(request, "to", today)
-    return read_usage(groups=_read_groups(request), first=first, last=last, tenant=request.query_params.get("tenant"))
+    rows = read_usage(groups=_read_groups(request), first=first, last=last, tenant=request.query_params.get("tenant"))
+    for row in rows:
+        if "node_id" in row:
+            row["node_id"] = format_id("node", row["node_id"]) if row["node_id"] is not None else ""
+    return rows
 
 
 def _read_day(request: Request, name: str, default: date) -> date:

@@ -479,12 +479,13 @@ class GatewayProcessAdmin(ShowingAdmin):
         processes: QuerySet[GatewayProcess] = super().get_queryset(request)
         return processes.annotate(database_now=Now())  # heartbeats are written by the database's clock
 
-    @column("State", label={"serving": "success", "stopped": "default", "lost": "danger"})
-    def show_state(self, process: GatewayProcess) -> str:
+    @column(gettext_lazy("State"), label={"serving": "success", "stopped": "default", "lost": "danger"})
+    def show_state(self, process: GatewayProcess) -> tuple[str, str]:
         if process.stopped_at is not None:
-            return "stopped"
+            return "stopped", _("stopped")
         now: datetime = process.database_now  # type: ignore[attr-defined]  # the annotation
-        return "serving" if now - process.heartbeat_at < timedelta(seconds=limits().gateway.dead_s) else "lost"
+        is_heard = now - process.heartbeat_at < timedelta(seconds=limits().gateway.dead_s)
+        return ("serving", _("serving")) if is_heard else ("lost", _("lost"))
 
 
 _SIZE = Func(F("body"), function="octet_length", output_field=IntegerField()) + Func(
@@ -499,13 +500,13 @@ class StoredResponseAdmin(ShowingAdmin):
     list_display = ("id", "tenant", "model", "show_size", "created_at", "expires_at")
     list_select_related = ("tenant",)
     list_filter = ("tenant",)
-    empty_words = (
+    empty_words = gettext_lazy(
         "Answers of /v1/responses are kept here, with their prompts, for tenants that have Keep answers switched on: "
         "their clients can go on from an earlier answer."
     )
-    empty_link = ("Choose a tenant", "admin:gateway_tenant_changelist")
+    empty_link = (gettext_lazy("Choose a tenant"), "admin:gateway_tenant_changelist")
     search_fields = ("id__exact",)
-    search_help_text = "The id of a response: resp_…"
+    search_help_text = gettext_lazy("The id of a response: resp_…")
     ordering = ("-created_at",)
     sortable_by = ("created_at", "expires_at")
     paginator = EstimatedPaginator
@@ -513,7 +514,8 @@ class StoredResponseAdmin(ShowingAdmin):
     list_per_page = 50
     list_max_show_all = 0
     fields = (
-        "id", "tenant", "key_id", "model", "previous_id", "created_at", "expires_at", "show_size", "show_input", "show_body",
+        "id", "tenant", "show_key", "model", "show_previous", "created_at", "expires_at", "show_size",
+        "show_input", "show_body",
     )  # fmt: skip
     readonly_fields = fields
 
@@ -526,15 +528,27 @@ class StoredResponseAdmin(ShowingAdmin):
         queryset: QuerySet[StoredResponse] = super().get_queryset(request)
         return queryset.defer("input_items", "body").annotate(size_bytes=_SIZE)
 
-    @column("Size")
+    @column(gettext_lazy("Key"))
+    def show_key(self, response: StoredResponse) -> str:
+        name = ApiKey.objects.filter(pk=response.key_id).values_list("name", flat=True).first()
+        return name or str(response.key_id)
+
+    @column(gettext_lazy("Goes on from"))
+    def show_previous(self, response: StoredResponse) -> SafeString | str:
+        if not response.previous_id:
+            return "–"
+        url = reverse("admin:gateway_storedresponse_change", args=[response.previous_id])
+        return format_html('<a class="mst-link" href="{}">{}</a>', url, response.previous_id)
+
+    @column(gettext_lazy("Size"))
     def show_size(self, response: StoredResponse) -> str:
         return filesizeformat(getattr(response, "size_bytes", 0))
 
-    @column("Input")
+    @column(gettext_lazy("Input"))
     def show_input(self, response: StoredResponse) -> SafeString:
         return _fold(bytes(response.input_items))
 
-    @column("Answer")
+    @column(gettext_lazy("Answer"))
     def show_body(self, response: StoredResponse) -> SafeString:
         return _fold(bytes(response.body))
 
@@ -546,7 +560,8 @@ def _fold(content: bytes) -> SafeString:
     else:
         text = content[: limits().gateway.page_body_chars].decode(errors="replace") + " …"
     return format_html(
-        '<details><summary class="cursor-pointer">Show</summary>'
+        '<details><summary class="cursor-pointer">{}</summary>'
         '<pre class="max-w-full whitespace-pre-wrap break-words">{}</pre></details>',
+        _("Show"),
         text,
     )

@@ -147,8 +147,8 @@ class Spent:
 
 # For people and their programs
 
-GROUPS = {"day": ("day",), "model": ("model",), "key": ("key_id", "key_name"), "tenant": ("tenant",)}
-"""What usage is summed up by, and the columns of each."""
+GROUPS = {"day": ("day",), "model": ("model",), "key": ("key_id", "key_name"), "tenant": ("tenant",), "node": ("node_id",)}
+"""What usage is summed up by, and the columns of each; ``node_id`` is None for requests that no node got."""
 _SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "tokens", "cost_micros")
 
 

@@ -20,6 +20,7 @@ from governance.admin_tokens import create_admin_token
 from governance.models import Notice, WebhookEndpoint
 from governance.notices import DeliveryFailed, add_webhook, write_message
 from tests.fakes.limits import set_limits
+from wire.ids import format_id
 
 pytestmark = pytest.mark.django_db(transaction=True)
 ACTOR = "user:root"
@@ -92,6 +93,12 @@ def test_the_api_answers_as_json_and_as_a_file(client: Client) -> None:
         "tenant,requests,prompt_tokens,cached_tokens,completion_tokens,tokens,cost,currency",
         "'=cmd,1,1499,0,1,1500,2.500000,EUR",
     ]  # fmt: skip
+    (by_node,) = client.get("/api/v1/usage?group_by=node", headers=headers).json()["usage"]
+    assert (by_node["node_id"], by_node["requests"]) == ("", 1)
+    node = uuid.UUID(int=7)
+    UsageEvent.objects.update(node_id=node)
+    (by_node,) = client.get("/api/v1/usage?group_by=node", headers=headers).json()["usage"]
+    assert by_node["node_id"] == format_id("node", node)
     assert client.get("/api/v1/usage?from=yesterday", headers=headers).status_code == 400
     assert client.get("/api/v1/usage?from=2020-01-01", headers=headers).json()["error"]["param"] == "to"
     assert client.get("/api/v1/usage").status_code == 401
