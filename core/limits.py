@@ -900,8 +900,9 @@ class GatewayLimits:
     # Pages
     page_choices: int = bound(200, "choices", "A filter offers no more.")
     page_request_rows: int = bound(50, "requests", "A page of requests shows no more.")
+    page_scanned_first: int = bound(1_000, "records", "A page looks through so many first for what has no index.")
     page_scanned_records: int = bound(
-        50_000, "records", "A page looks through no more for what has no index, and says how far back it looked."
+        20_000, "records", "A page looks through no more for what has no index, and says how far back it looked."
     )
     page_budget_percent: float = bound(80.0, "%", "A budget of which more is taken is shown as nearly used up.")
     page_usage_rows: int = bound(100, "rows", "The table of usage counts further pairs of tenant and model together.")

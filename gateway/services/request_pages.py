@@ -131,7 +131,10 @@ class RequestPage:
 
 
 def read_page(wanted: RequestFilter, *, before: Cursor | None, size: int) -> RequestPage:
-    """Return the newest records that fit, at most ``size``, of those behind ``before``; in at most two large reads."""
+    """Return the newest records that fit, at most ``size``, of those behind ``before``; in at most four queries.
+
+    Most of what is looked for is among the newest few, so these are looked through first.
+    """
     found, rest = _find_indexed(wanted)
     if before is not None:
         found = found.filter(created_at__lte=before.at).exclude(created_at=before.at, id__gte=before.record_id)
@@ -139,9 +142,14 @@ def read_page(wanted: RequestFilter, *, before: Cursor | None, size: int) -> Req
     if rest is None:
         records = tuple(newest[: size + 1])
         return RequestPage(records[:size], _point_at(records[size - 1]) if len(records) > size else None, None)
-    horizon = find_scan_start(found)
-    looked = newest if horizon is None else newest.filter(created_at__gt=horizon)
-    records = tuple(looked.filter(rest)[: size + 1])
+    records: tuple[RequestRecord, ...] = ()
+    horizon: datetime | None = None
+    for most in (limits().gateway.page_scanned_first, limits().gateway.page_scanned_records):
+        horizon = find_scan_start(found, most=most)
+        looked = newest if horizon is None else newest.filter(created_at__gt=horizon)
+        records = tuple(looked.filter(rest)[: size + 1])
+        if len(records) > size or horizon is None:
+            break
     if len(records) > size:
         return RequestPage(records[:size], _point_at(records[size - 1]), None)
     return RequestPage(records, None if horizon is None else Cursor(horizon), horizon)

@@ -58,16 +58,15 @@ def find_id(records: QuerySet[RequestRecord], text: str) -> QuerySet[RequestReco
         ids = [pk for pk in _with_tail(tail[-TAIL_CHARS:]).values_list("pk", flat=True) if pk.hex.endswith(tail)]
     else:
         ending = RequestRecord.objects.alias(tail=Right(Cast("id", TextField()), len(tail))).filter(tail=tail)
-        begins_at = find_scan_start(RequestRecord.objects.all())
+        begins_at = find_scan_start(RequestRecord.objects.all(), most=limits().gateway.page_scanned_records)
         newest = ending if begins_at is None else ending.filter(created_at__gt=begins_at)
         ids = list(newest.values_list("pk", flat=True)[: limits().gateway.page_choices])
     return records.filter(pk__in=ids) if ids else None
 
 
-def find_scan_start(records: QuerySet[RequestRecord]) -> datetime | None:
-    """Return when the newest ``page_scanned_records`` begin; None where there are no more. Reads an index alone."""
-    most = limits().gateway.page_scanned_records
-    return records.order_by("-created_at", "-id").values_list("created_at", flat=True)[most : most + 1].first()
+def find_scan_start(records: QuerySet[RequestRecord], *, most: int) -> datetime | None:
+    """Return when the newest ``most`` begin; None where there are no more. Reads an index alone."""
+    return records.order_by("-created_at").values_list("created_at", flat=True)[most : most + 1].first()
 
 
 def find_named(text: str) -> Q:

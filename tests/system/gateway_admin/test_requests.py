@@ -52,7 +52,7 @@ def test_the_pages_of_a_list_have_each_request_once_also_of_one_moment() -> None
 
 
 def test_what_has_no_index_is_looked_for_among_so_many_records_and_the_page_says_how_far_back(boss: Client) -> None:
-    set_limits(gateway={"page_scanned_records": 5})
+    set_limits(gateway={"page_scanned_first": 2, "page_scanned_records": 5})
     rare = make_record(age_s=60, tenant="rare")
     for number in range(12):
         make_record(age_s=10 + number)
@@ -67,7 +67,7 @@ def test_what_has_no_index_is_looked_for_among_so_many_records_and_the_page_says
 
 
 def test_failed_requests_are_found_behind_however_many_that_were_served() -> None:
-    set_limits(gateway={"page_scanned_records": 5})
+    set_limits(gateway={"page_scanned_first": 2, "page_scanned_records": 5})
     failed = make_record(age_s=60, state=RequestState.FAILED, error_code="FORWARDED_REQUEST_FAILED", status_code=502)
     for number in range(12):
         make_record(age_s=10 + number)
