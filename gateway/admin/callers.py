@@ -47,7 +47,7 @@ from gateway.services.keys import (
 from gateway.services.limits import default_limit, hard_budgets, key_limit, read_budgets, tenant_limit
 from gateway.services.models import list_offers
 from gateway.services.responses import forget_responses
-from gateway.services.rollups import Sums, read_days
+from gateway.services.rollups import Part, Sums, read_days
 from gateway.services.tenants import (
     change_response_policy,
     change_tenant_budgets,
@@ -375,8 +375,9 @@ class UseList(RowList):
         super().get_results(request)
         rows: list[Any] = list(self.result_list)  # type: ignore[has-type]  # Django types no list of results
         names = [self.name(row) for row in rows]
-        found = read_days(limits().gateway.page_use_days, self.dimension, most=len(names), names=names).named if names else ()
-        days = {one.name: one.days for one in found}
+        days_back = limits().gateway.page_use_days
+        part = Part(days_back, self.dimension, names=tuple(names))
+        days = read_days(part, most=days_back * len(names)) if names else {}
         for row in rows:
             row.use = days.get(self.name(row), ())
         self.result_list = rows

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -27,7 +27,18 @@ from core.limits import limits
 from gateway.models import ApiKey, Tenant
 from gateway.services.budgets import BudgetLevel, BudgetState, read_budget_states
 from gateway.services.exports import print_line
-from gateway.services.rollups import Breakdown, Days, Order, Sums, read_counted_until, read_days, read_first_day
+from gateway.services.rollups import (
+    Named,
+    Order,
+    Part,
+    Sums,
+    add_sums,
+    read_counted_until,
+    read_days,
+    read_first_day,
+    read_first_names,
+    read_totals,
+)
 from gateway.values import MILLION, BudgetKind, Dimension
 from nodes.services.availability import read_node_names
 from wire import clock
@@ -179,15 +190,10 @@ def show_usage(request: HttpRequest) -> HttpResponse:
     """Show what was used within some days. Everything is read from sums of days, and from who deals out budgets."""
     _require_right(request)
     asked = Asked.read(request.GET)
-    chart = _read_group(asked, most=len(COLOURS))
-    rows = read_days(
-        asked.days,
-        Dimension.TENANT_MODEL,
-        most=limits().gateway.page_usage_rows,
-        order=MEASURES[asked.measure][1],
-        tenant=asked.tenant,
-    )
-    total, first = rows.total, read_first_day()
+    order = MEASURES[asked.measure][1]
+    pairs = Part(asked.days, Dimension.TENANT_MODEL, tenant=asked.tenant)
+    named, others = read_totals(pairs, most=limits().gateway.page_usage_rows, order=order)
+    total, first = add_sums([*(one.sums for one in named), *([others] if others is not None else [])]), read_first_day()
     context: dict[str, Any] = {  # Any: Django's template context
         **admin.site.each_context(request),
         "title": _("Usage"),
@@ -205,14 +211,14 @@ def show_usage(request: HttpRequest) -> HttpResponse:
         ],
         "measures": [Choice(label, asked.query(of=name), name == asked.measure) for name, (label, _order) in MEASURES.items()],
         "tenants": list(Tenant.objects.values_list("name", flat=True)[: limits().gateway.page_choices]),
-        "chart": draw_usage(asked, chart, name_all(asked.group, chart)),
-        "rows": _list_rows(asked, rows, total),
-        "others": next((Used(one.total, _share(asked, one.total, total)) for one in rows.named if one.name is None), None),
+        "chart": draw_usage(asked),
+        "rows": _list_rows(asked, named, total),
+        "others": Used(others, _share(asked, others, total)) if others is not None else None,
         "total": Used(total, 100.0),
         "currency": settings.CURRENCY,
         "budgets": [_show_budget(one) for one in read_budget_states(tenant=asked.tenant)],
         "counted_until": read_counted_until(),
-        "counted_since": first if first is not None and first > rows.starts[0] else None,
+        "counted_since": first if first is not None and first > pairs.starts[0] else None,
         "export": asked.query(),
         "without_tenant": asked.query(tenant=""),
     }
@@ -226,26 +232,23 @@ def export_usage(request: HttpRequest) -> HttpResponse:
     _require_right(request)
     asked = Asked.read(request.GET)
     most = limits().gateway.page_export_rows
+    part = _choose_part(asked)
     if asked.group in ("tenant", "model"):
-        found = read_days(asked.days, Dimension.TENANT_MODEL, most=most, order=MEASURES[asked.measure][1], tenant=asked.tenant)
-        names = ("tenant", "model")
-        shown: dict[str | None, tuple[str, ...]] = {
-            one.name: tuple(one.name.split("\n", 1)) for one in found.named if one.name is not None
-        }
+        part, columns = Part(asked.days, Dimension.TENANT_MODEL, tenant=asked.tenant), ("tenant", "model")
+        found = read_days(part, most=most + 1)
+        shown = {name: tuple(name.split("\n", 1)) for name in found}
     else:
-        found, names = _read_group(asked, most=most), (asked.group, f"{asked.group}_id")
-        labels = name_all(asked.group, found)
-        shown = {one.name: (labels[one.name], one.name) for one in found.named if one.name is not None}
-    lines = [print_line(["day", *names, *EXPORTED, "currency"])]
-    for index, start in enumerate(found.starts):
-        for one in found.named:
-            if len(lines) > most:
-                lines.append(print_line([f"cut after {most} rows: choose fewer days or a tenant"]))
-                break
-            if one.name is not None and one.days[index].requests:
-                lines.append(print_line([f"{start:%Y-%m-%d}", *shown[one.name], *_export(one.days[index]), settings.CURRENCY]))
-        if len(lines) > most + 1:
-            break
+        columns, found = (asked.group, f"{asked.group}_id"), read_days(part, most=most + 1)
+        shown = {name: (label, name) for name, label in name_all(asked.group, found).items()}
+    rows = [
+        print_line([f"{start:%Y-%m-%d}", *shown[name], *_export(days[index]), settings.CURRENCY])
+        for index, start in enumerate(part.starts)
+        for name, days in found.items()
+        if days[index].requests
+    ]
+    lines = [print_line(["day", *columns, *EXPORTED, "currency"]), *rows[:most]]
+    if len(rows) > most:
+        lines.append(print_line([f"cut after {most} rows: choose fewer days or a tenant"]))
     answer = HttpResponse("".join(lines), content_type="text/csv; charset=utf-8")
     answer["content-disposition"] = f'attachment; filename="usage-{clock.now():%Y-%m-%d}.csv"'
     return answer
@@ -268,25 +271,24 @@ def _require_right(request: HttpRequest) -> None:
         raise PermissionDenied
 
 
-def _read_group(asked: Asked, *, most: int) -> Breakdown:
-    """Return the days of the names that the chart is by; of one tenant those of its models or keys."""
-    dimension, order = GROUPS[asked.group][1], MEASURES[asked.measure][1]
+def _choose_part(asked: Asked) -> Part:
+    """Return the days and names that the chart is of; of one tenant those of its models or keys."""
+    dimension = GROUPS[asked.group][1]
     if not asked.tenant:
-        return read_days(asked.days, dimension, most=most, order=order)
+        return Part(asked.days, dimension)
     if dimension is Dimension.MODEL:
-        return read_days(asked.days, Dimension.TENANT_MODEL, most=most, order=order, tenant=asked.tenant)
+        return Part(asked.days, Dimension.TENANT_MODEL, tenant=asked.tenant)
     if dimension is Dimension.KEY:
-        keys = [str(key) for key in ApiKey.objects.filter(tenant__name=asked.tenant).values_list("pk", flat=True)]
-        return read_days(asked.days, dimension, most=most, order=order, names=keys)
-    return read_days(asked.days, dimension, most=most, order=order, names=[asked.tenant])
+        keys = ApiKey.objects.filter(tenant__name=asked.tenant).values_list("pk", flat=True)
+        return Part(asked.days, dimension, names=tuple(str(key) for key in keys))
+    return Part(asked.days, dimension, names=(asked.tenant,))
 
 
-def name_all(group: str, found: Breakdown) -> dict[str, str]:
-    """Return what people call the names of a breakdown; at most one query."""
-    names = [one.name for one in found.named if one.name is not None]
+def name_all(group: str, names: Collection[str]) -> dict[str, str]:
+    """Return what people call the names of a group, by name; at most one query."""
     match group:
         case "key":
-            keys = ApiKey.objects.filter(pk__in=names).values_list("pk", "name", "tenant__name")
+            keys = ApiKey.objects.filter(pk__in=list(names)).values_list("pk", "name", "tenant__name")
             known = {str(key): f"{name} ({tenant})" for key, name, tenant in keys}
             return {name: known.get(name, _("a key that is gone")) for name in names}
         case "node":
@@ -298,17 +300,28 @@ def name_all(group: str, found: Breakdown) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def draw_usage(asked: Asked, found: Breakdown, labels: Mapping[str, str]) -> Chart:
-    lines = []
-    for colour, one in zip((*COLOURS, COLOURS[-1]), found.named, strict=False):
-        label = _("Others") if one.name is None else labels[one.name]
-        lines.append(Line(label, [_measure(asked, day) for day in one.days], "cancelled" if one.name is None else colour))
+def draw_usage(asked: Asked) -> Chart:
+    """Return the chart: the first names each, and what everything came to without them. Three queries, and one for names."""
+    part = _choose_part(asked)
+    first = read_first_names(part, most=len(COLOURS), order=MEASURES[asked.measure][1])
+    labels = name_all(asked.group, first)
+    found = read_days(replace(part, names=tuple(first)), most=part.days * len(first)) if first else {}
+    whole = Part(asked.days, Dimension.TENANT, names=(asked.tenant,)) if asked.tenant else Part(asked.days, Dimension.ALL)
+    days = next(iter(read_days(whole, most=asked.days).values()), ())
+    lines = [
+        Line(labels[name], [_measure(asked, day) for day in found[name]], colour)
+        for colour, name in zip(COLOURS, first, strict=False)
+    ]
+    rest = [_measure(asked, day) - sum(line.values[index] or 0 for line in lines) for index, day in enumerate(days)]
+    if any(value > 0 for value in rest):
+        label = _("Other nodes, or none") if asked.group == "node" else _("Others")
+        lines.append(Line(label, [max(0.0, round(value, 6)) for value in rest], "cancelled"))
     titles = {
         "tokens": _("Tokens by day"),
         "requests": _("Requests by day"),
         "cost": _("Cost by day, in %(currency)s") % {"currency": settings.CURRENCY},
     }
-    starts = [int(start.timestamp()) for start in found.starts]
+    starts = [int(start.timestamp()) for start in part.starts]
     unit: Any = "" if asked.measure == "cost" else asked.measure  # Any: one of the units of charts
     step_s = int(timedelta(days=1).total_seconds())
     return Chart("usage", titles[asked.measure], unit, starts, step_s, lines, "bars", is_stacked=True)
@@ -328,22 +341,13 @@ def _share(asked: Asked, sums: Sums, total: Sums) -> float:
     return 100 * _measure(asked, sums) / whole if whole else 0.0
 
 
-def _list_rows(asked: Asked, found: Breakdown, total: Sums) -> list[UsageRow]:
-    requests = reverse("admin:gateway_requestrecord_changelist")
-    return [
-        UsageRow(
-            *(names := _split(one)),
-            Used(one.total, _share(asked, one.total, total)),
-            f"{requests}?{urlencode({'range': '30d' if asked.days >= 30 else '7d', 'tenant': names[0], 'model': names[1]})}",
-        )
-        for one in found.named
-        if one.name is not None
-    ]
-
-
-def _split(one: Days) -> tuple[str, str]:
-    tenant, _line, model = (one.name or "").partition("\n")
-    return tenant, model
+def _list_rows(asked: Asked, named: Iterable[Named], total: Sums) -> list[UsageRow]:
+    requests, rows = reverse("admin:gateway_requestrecord_changelist"), []
+    for one in named:
+        tenant, _line, model = one.name.partition("\n")
+        query = urlencode({"range": "30d" if asked.days >= 30 else "7d", "tenant": tenant, "model": model})
+        rows.append(UsageRow(tenant, model, Used(one.sums, _share(asked, one.sums, total)), f"{requests}?{query}"))
+    return rows
 
 
 def _show_budget(state: BudgetState) -> BudgetRow:

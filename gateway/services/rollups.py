@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from typing import Any
 
 from django.db import connection, transaction
 
@@ -321,7 +322,9 @@ class Order(StrEnum):
     COST = "cost_micros"
 
 
-_SUMS = ", ".join([*(f"sum({one})::bigint AS {one}" for one in _COUNTS), "max(queued_most)", "max(running_most)"])
+_SUMS = ", ".join(
+    [*(f"sum({one})::bigint AS {one}" for one in _COUNTS), *(f"max({one}) AS {one}" for one in ("queued_most", "running_most"))]
+)
 _ROWS = """
 SELECT date_bin(%(step)s, at, %(origin)s) AS slot, {columns} FROM {table}
  WHERE dimension = %(dimension)s AND name = %(name)s
@@ -386,18 +389,24 @@ SELECT name, {_SUMS} FROM {{table}} WHERE dimension = %(dimension)s AND at >= %(
  GROUP BY name ORDER BY sum({{order}}) DESC, name LIMIT %(most)s
 """  # noqa: S608  # constants
 
-# Of days, of all names of a dimension: the first ones each with its days, and what is left together. Names are bytes, so
-# those of a tenant's models stand between its name with a new line behind it and that with the next byte.
-_DAYS = f"""
-WITH rows AS MATERIALIZED (
-SELECT at, name, {", ".join(_COUNTS)}, queued_most, running_most FROM {{table}}
+# Names are bytes, so those of a tenant's models stand between its name with a new line behind it and that with the next byte.
+_OF_DAYS = """
  WHERE dimension = %(dimension)s AND at >= %(begins_at)s AND name >= %(first)s AND (%(last)s = '' OR name < %(last)s)
    AND (%(names)s::text[] IS NULL OR name = ANY(%(names)s))
+"""
+_FIRST = f"""
+SELECT name FROM {{table}} {_OF_DAYS} GROUP BY name ORDER BY sum({{order}}) DESC, name LIMIT %(most)s
+"""  # noqa: S608  # constants
+_BY_NAME = f"""
+WITH sums AS MATERIALIZED (
+SELECT name, {_SUMS} FROM {{table}} {_OF_DAYS} GROUP BY name
 ), places AS (
-SELECT name, row_number() OVER (ORDER BY sum({{order}}) DESC, name) AS place FROM rows GROUP BY name
+SELECT *, row_number() OVER (ORDER BY {{order}} DESC, name) AS place FROM sums
 )
-SELECT CASE WHEN place <= %(most)s THEN rows.name END AS label, at, GROUPING(at), {_SUMS}
-  FROM rows JOIN places USING (name) GROUP BY GROUPING SETS ((1, at), (1)) ORDER BY GROUPING(at), min(place), at
+SELECT CASE WHEN place <= %(most)s THEN name END, {_SUMS} FROM places GROUP BY 1 ORDER BY min(place)
+"""  # noqa: S608  # constants
+_BY_DAY = f"""
+SELECT name, at, {_SUMS} FROM {{table}} {_OF_DAYS} GROUP BY name, at ORDER BY at, name LIMIT %(most)s
 """  # noqa: S608  # constants
 _OF_NAMES = f"""
 SELECT name, {_SUMS} FROM {{table}} WHERE dimension = %(dimension)s AND at >= %(since)s AND name = ANY(%(names)s) GROUP BY name
@@ -405,62 +414,58 @@ SELECT name, {_SUMS} FROM {{table}} WHERE dimension = %(dimension)s AND at >= %(
 
 
 @dataclass(frozen=True, slots=True)
-class Days:
-    """What one name came to, in all and on each day; ``name`` None = all other names together."""
-
-    name: str | None
-    total: Sums
-    days: tuple[Sums, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """Sums of the UTC days ``starts``, the last of which still grows, by the names of a dimension."""
-
-    starts: tuple[datetime, ...]
-    named: tuple[Days, ...]
-
-    @property
-    def total(self) -> Sums:
-        return add_sums(one.total for one in self.named)
-
-
-def add_sums(many: Iterable[Sums]) -> Sums:
-    """Return them as one, without quantiles."""
-    found = list(many)
-    return Sums(**{name: sum(getattr(one, name) for one in found) for name in _COUNTS})
-
-
-def read_days(
-    days: int,
-    dimension: Dimension,
-    *,
-    most: int,
-    order: Order = Order.REQUESTS,
-    tenant: str = "",
-    names: Iterable[str] | None = None,
-) -> Breakdown:
-    """Return the sums of so many UTC days until now by name: the first ``most``, and the others together; one query.
+class Part:
+    """What is summed up: some UTC days until now, by the names of a dimension.
 
     ``tenant``: of TENANT_MODEL, that tenant's names alone. ``names``: only these, None = all.
     """
-    level = _list_levels()[-1]
-    starts = tuple(_align(clock.now(), _DAY) - _DAY * back for back in reversed(range(days)))
-    values: _Values = {
-        "dimension": dimension.value,
-        "begins_at": starts[0],
-        "first": f"{tenant}\n" if tenant else "",
-        "last": f"{tenant}\x0b" if tenant else "",
-        "names": None if names is None else list(names),
-        "most": most,
-    }
-    with connection.cursor() as cursor:
-        cursor.execute(_DAYS.format(table=level.table, order=order), values)
-        rows = cursor.fetchall()
-    found = {name: _read_sums(*sums) for name, _, is_total, *sums in rows if is_total}
-    of_days = {(name, at): _read_sums(*sums) for name, at, is_total, *sums in rows if not is_total}
-    named = (Days(name, total, tuple(of_days.get((name, at), Sums()) for at in starts)) for name, total in found.items())
-    return Breakdown(starts, tuple(sorted(named, key=lambda one: one.name is None)))
+
+    days: int
+    dimension: Dimension
+    tenant: str = ""
+    names: tuple[str, ...] | None = None
+
+    @property
+    def starts(self) -> tuple[datetime, ...]:
+        """The days, oldest first."""
+        return tuple(_align(clock.now(), _DAY) - _DAY * back for back in reversed(range(self.days)))
+
+    def _list_values(self, *, most: int) -> _Values:
+        return {
+            "dimension": self.dimension.value,
+            "begins_at": self.starts[0],
+            "first": f"{self.tenant}\n" if self.tenant else "",
+            "last": f"{self.tenant}\x0b" if self.tenant else "",
+            "names": None if self.names is None else list(self.names),
+            "most": most,
+        }
+
+    def run(self, text: str, *, most: int, order: Order = Order.REQUESTS) -> list[tuple[Any, ...]]:  # Any: columns
+        with connection.cursor() as cursor:
+            cursor.execute(text.format(table=_list_levels()[-1].table, order=order), self._list_values(most=most))
+            found: list[tuple[Any, ...]] = cursor.fetchall()
+        return found
+
+
+def read_first_names(part: Part, *, most: int, order: Order) -> list[str]:
+    """Return the names of which there is most; one query."""
+    return [name for (name,) in part.run(_FIRST, most=most, order=order)]
+
+
+def read_totals(part: Part, *, most: int, order: Order) -> tuple[tuple[Named, ...], Sums | None]:
+    """Return the sums of the first names, and of all others together; None = there is no other one. One query."""
+    found = [(name, _read_sums(*sums)) for name, *sums in part.run(_BY_NAME, most=most, order=order)]
+    named = tuple(Named(name, sums) for name, sums in found if name is not None)
+    return named, next((sums for name, sums in found if name is None), None)
+
+
+def read_days(part: Part, *, most: int) -> dict[str, tuple[Sums, ...]]:
+    """Return the sums of each name on each of the days, of at most so many pairs of both; one query."""
+    found: dict[str, dict[datetime, Sums]] = {}
+    for name, at, *sums in part.run(_BY_DAY, most=most):
+        found.setdefault(name, {})[at] = _read_sums(*sums)
+    starts = part.starts
+    return {name: tuple(days.get(at, Sums()) for at in starts) for name, days in found.items()}
 
 
 def sum_days(dimension: Dimension, *, since: datetime, names: Iterable[str]) -> dict[str, Sums]:
@@ -574,14 +579,15 @@ def read_comparison(span: timedelta, metrics: Sequence[Metric]) -> Comparison:
         step=step,
         points=points,
         quantiles={metric: tuple(read_quantiles(at, metric) for at in times) for metric in metrics},
-        total=_add(sum_ for _, sum_ in points),
+        total=add_sums(sum_ for _, sum_ in points),
         of_all={metric: read_quantiles(_ORIGIN, metric) for metric in metrics},
         before=sums.get(_BEFORE, Sums()),
         of_before={metric: read_quantiles(_BEFORE, metric) for metric in metrics},
     )
 
 
-def _add(parts: Iterable[Sums]) -> Sums:
+def add_sums(parts: Iterable[Sums]) -> Sums:
+    """Return them as one, without quantiles."""
     all_of = tuple(parts)
     counts = {name: sum(getattr(one, name) for one in all_of) for name in _COUNTS}
     most = {name: max((getattr(one, name) for one in all_of), default=0) for name in ("queued_most", "running_most")}

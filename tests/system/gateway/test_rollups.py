@@ -258,22 +258,26 @@ def test_the_most_that_was_open_at_once_is_kept(known: None) -> None:
     assert read_series(timedelta(days=90), dimension=Dimension.MODEL, name="n").total.running_most == 1
 
 
-def test_days_by_name_are_the_first_names_and_the_others_together(known: None) -> None:
+def test_days_are_summed_up_by_name_the_first_ones_each_and_the_others_together(known: None) -> None:
     for tenant, count, days in (("big", 4, 0), ("mid", 3, 1), ("low", 2, 0), ("low", 1, 2), ("far", 9, 8)):
         UsageEvent.objects.bulk_create([make_event(ago_s=days * 86_400, tenant=tenant, cached_tokens=2) for _ in range(count)])
     roll_up_requests()
+    part = rollups.Part(7, Dimension.TENANT)
     with CaptureQueriesContext(connection) as queries:
-        found = rollups.read_days(7, Dimension.TENANT, most=1)
-    assert len(queries) == 1
-    assert len(found.starts) == 7
-    assert [(one.name, one.total.requests, [day.requests for day in one.days[-3:]]) for one in found.named] == [
-        ("big", 4, [0, 0, 4]),
-        (None, 6, [1, 3, 2]),
-    ]
-    assert (found.total.requests, found.total.cached_tokens, found.total.node_ms) == (10, 20, 0)
-    of_one = rollups.read_days(7, Dimension.TENANT_MODEL, tenant="low", most=9)
-    assert [(one.name, one.total.requests) for one in of_one.named] == [("low\nm", 3)]
-    assert rollups.read_days(7, Dimension.TENANT, names=["mid"], most=9).total.requests == 3
+        named, others = rollups.read_totals(part, most=1, order=Order.REQUESTS)
+        first = rollups.read_first_names(part, most=2, order=Order.REQUESTS)
+        days = rollups.read_days(part, most=9)
+    assert len(queries) == 3
+    assert [(one.name, one.sums.requests) for one in named] == [("big", 4)]
+    assert others is not None
+    assert (others.requests, others.cached_tokens, others.node_ms) == (6, 12, 0)
+    assert (first, len(part.starts)) == (["big", "low"], 7)
+    assert {name: [day.requests for day in of_name[-3:]] for name, of_name in days.items()} == {
+        "big": [0, 0, 4], "low": [1, 0, 2], "mid": [0, 3, 0],
+    }  # fmt: skip
+    of_one = rollups.Part(7, Dimension.TENANT_MODEL, tenant="low")
+    assert rollups.read_totals(of_one, most=9, order=Order.REQUESTS)[0][0].name == "low\nm"
+    assert list(rollups.read_days(rollups.Part(7, Dimension.TENANT, names=("mid",)), most=9)) == ["mid"]
     first = rollups.read_first_day()
     assert first is not None
     assert (datetime.now(UTC) - first).days == 8
