@@ -213,7 +213,7 @@ class Chip:
 
 
 class NodeList(RowList):
-    """The nodes of one page, each with how busy its GPUs were."""
+    """The nodes of one page, each with what it says of itself and how busy its GPUs were."""
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
@@ -221,6 +221,7 @@ class NodeList(RowList):
         loads = read_loads(gpus)
         for node in self.result_list:
             node.load_path = loads.get(node.pk, "")
+            node.view = describe_telemetry(node, now=clock_of(node))
 
 
 @admin.register(Node)
@@ -335,8 +336,8 @@ class NodeAdmin(ShowingAdmin):
         return ", ".join(f"{name} × {count}" if count > 1 else name for name, count in models.items()) or "–"
 
     @column(gettext_lazy("Memory"), ordering="presence__vram_used_mb")
-    def show_memory(self, node: Node) -> SafeString | str:
-        memory = describe_telemetry(node, now=clock_of(node)).memory
+    def show_memory(self, node: Any) -> SafeString | str:
+        memory = node.view.memory
         if memory is None:
             return "–"
         return SafeString(render_to_string("admin/muster/memory_bar.html", {"memory": memory, "is_small": True}))
@@ -350,9 +351,9 @@ class NodeAdmin(ShowingAdmin):
         return SafeString(render_to_string("admin/muster/nodes_load.html", context))
 
     @column(gettext_lazy("Models"))
-    def show_models(self, node: Node) -> SafeString:
-        telemetry, most = describe_telemetry(node, now=clock_of(node)), limits().nodes.page_chips
-        loading = {one.model: one.percent for one in telemetry.changing if one.state == "loading"}
+    def show_models(self, node: Any) -> SafeString:
+        most = limits().nodes.page_chips
+        loading = {one.model: one.percent for one in node.view.changing if one.state == "loading"}
         names = [*node.model_names, *(name for name in loading if name not in node.model_names)]
         chips = [{"name": name, "is_loading": name in loading, "percent": loading.get(name)} for name in names]
         context = {"chips": chips[:most], "beyond": chips[most:]}

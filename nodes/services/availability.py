@@ -44,8 +44,12 @@ from wire.ids import parse_id
 
 def read_availability(node: Node, *, now: datetime, is_enabled: bool = True) -> Availability:
     """Return whether a node may get new work at ``now``, whenever it last spoke. ``is_enabled``: whether its provider is."""
+    return judge_availability(read_facts(node, now=now, is_enabled=is_enabled), limits().nodes)
+
+
+def read_facts(node: Node, *, now: datetime, is_enabled: bool) -> NodeFacts:
     presence = presence_of(node)
-    facts = NodeFacts(
+    return NodeFacts(
         age_s=heartbeat_age_s(presence, now=now),
         protocol=presence.protocol,
         reported=NodeStatus(presence.reported_status),
@@ -58,7 +62,6 @@ def read_availability(node: Node, *, now: datetime, is_enabled: bool = True) -> 
         is_drained=is_drained(node),
         silence_before_s=silence_before_s(presence),
     )
-    return judge_availability(facts, limits().nodes)
 
 
 _JUDGED = (
@@ -93,13 +96,23 @@ def is_drained(node: Node) -> bool:
 def explain_unreachable(node: Node) -> str:
     """Return why no gateway can send the node a request, however often it is heard; empty when one can."""
     presence: NodePresence | None = getattr(node, "presence", None)
+    url = node.public_base_url if node.reach == Reach.DIRECT.value else ""
     if presence is None:
+        return find_obstacle(None, url, None, "")
+    return find_obstacle(presence.connected, url, presence.probed_at, presence.probe_error)
+
+
+def find_obstacle(connected: bool | None, url: str, probed_at: datetime | None, probe_error: str) -> str:
+    """Return the same of a row's columns. ``connected``: whether a gateway holds its socket, None = it was never heard;
+    ``url``: where it is called, empty = nowhere.
+    """
+    if connected is None:
         return "it has never been heard"
-    if presence.connected:
+    if connected:
         return ""
-    if node.reach != Reach.DIRECT.value or not node.public_base_url:
+    if not url:
         return "it holds no socket to a gateway and registered no public_base_url"
-    return presence.probe_error if presence.probed_at is not None else "its public_base_url has not been called yet"
+    return probe_error if probed_at is not None else "its public_base_url has not been called yet"
 
 
 def should_drain(node: Node) -> bool:

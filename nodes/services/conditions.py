@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import Any
 
 from django.conf import settings
-from django.db.models import QuerySet
+from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet, Value
+from django.db.models.functions import Coalesce, Now
 from django.utils.formats import date_format
 from django.utils.functional import Promise
 from django.utils.module_loading import import_string
@@ -18,11 +19,12 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from core.charts import Chart
+from core.limits import limits
 from governance.operations.queries import RunOnNode, list_open_runs
-from nodes.models import Node, ProviderState, Reach, clock_of, presence_of, with_clock
+from nodes.models import Node, ProviderState, Reach, presence_of
 from nodes.reports import read_replicas
-from nodes.services.availability import explain_unreachable, is_drained, read_availability
-from nodes.states import Freshness
+from nodes.services.availability import explain_unreachable, find_obstacle, read_facts
+from nodes.states import Freshness, NodeFacts, judge_availability
 from wire.bridge import BRIDGE_V1, ReplicaInfo
 from wire.contract import NodeMode, NodeStatus
 
@@ -128,19 +130,27 @@ def judge_condition(node: Node, *, now: datetime) -> Condition:
     """Return the word alone; ``node`` with its presence and provider."""
     presence = presence_of(node)
     is_enabled = node.provider.state == ProviderState.ENABLED
-    availability = read_availability(node, now=now, is_enabled=is_enabled)
-    is_reclaimed = node.mode == NodeMode.SPARE_OFF.value
+    return _judge(
+        read_facts(node, now=now, is_enabled=is_enabled),
+        is_loading=not node.model_names and any(one.state == "loading" for one in read_replicas(presence.replicas)),
+        is_full=presence.active_requests >= node.max_concurrent,
+    )
+
+
+def _judge(facts: NodeFacts, *, is_loading: bool, is_full: bool) -> Condition:
+    availability = judge_availability(facts, limits().nodes)
+    is_reclaimed = facts.mode is NodeMode.SPARE_OFF
     held = {
         Condition.OFFLINE: availability.status is NodeStatus.OFFLINE,
         Condition.FAILING: availability.status is NodeStatus.ERROR,
-        Condition.DRAINED: (node.draining or is_reclaimed) and is_drained(node),
-        Condition.DRAINING: node.draining,
+        Condition.DRAINED: (facts.draining or is_reclaimed) and facts.is_drained,
+        Condition.DRAINING: facts.draining,
         Condition.RECLAIMED: is_reclaimed,
-        Condition.CORDONED: node.cordoned,
-        Condition.HELD_BACK: availability.status is NodeStatus.DRAINING or not is_enabled,
+        Condition.CORDONED: facts.cordoned,
+        Condition.HELD_BACK: availability.status is NodeStatus.DRAINING or not facts.is_enabled,
         Condition.LATE: availability.freshness is not Freshness.FRESH,
-        Condition.LOADING: not node.model_names and any(one.state == "loading" for one in read_replicas(presence.replicas)),
-        Condition.BUSY: presence.active_requests >= node.max_concurrent or availability.status is NodeStatus.BUSY,
+        Condition.LOADING: is_loading,
+        Condition.BUSY: is_full or availability.status is NodeStatus.BUSY,
     }
     return next((condition for condition, holds in held.items() if holds), Condition.READY)
 
@@ -176,19 +186,42 @@ def print_moment(moment: datetime | None) -> str:
 
 # What all nodes are
 
-_JUDGED = (
-    *("name", "mode", "cordoned", "draining", "draining_since", "drained_at", "reach", "public_base_url", "model_names"),
-    *("max_concurrent", "provider__state", "presence__connected", "presence__last_heartbeat_at", "presence__protocol"),
-    *("presence__reported_status", "presence__is_accepting_jobs", "presence__active_requests", "presence__probed_at"),
-    *("presence__probe_error", "presence__updated_at", "presence__replicas"),
+_COLUMNS = (
+    *("mode", "cordoned", "draining", "drained_at", "reach", "public_base_url", "max_concurrent", "presence__connected"),
+    *("presence__last_heartbeat_at", "presence__protocol", "presence__reported_status", "presence__is_accepting_jobs"),
+    *("presence__active_requests", "presence__probed_at", "presence__probe_error", "presence__updated_at"),
 )
-"""Columns that a condition is judged by: the others are long."""
+_LOADING = Q(model_names=[], presence__replicas__contains=[{"state": "loading"}])
 
 
 def judge_nodes(nodes: QuerySet[Node]) -> dict[uuid.UUID, Condition]:
-    """Return the condition of each node; one query."""
-    rows = with_clock(nodes.select_related("presence", "provider").only(*_JUDGED).order_by())
-    return {node.pk: judge_condition(node, now=clock_of(node)) for node in rows}
+    """Return the condition of each node; one query.
+
+    Rows are read as values: a thousand nodes as objects of Django would take a page half its time.
+    """
+    is_loading = Coalesce(ExpressionWrapper(_LOADING, output_field=BooleanField()), Value(value=False))
+    rows = nodes.order_by().values_list("pk", "provider__state", is_loading, Now(), *_COLUMNS)
+    return {pk: _judge_row(state, said, is_loading=is_loading, now=now) for pk, state, is_loading, now, *said in rows}
+
+
+def _judge_row(state: str, said: Sequence[Any], *, is_loading: bool, now: datetime) -> Condition:  # Any: columns
+    mode, cordoned, draining, drained_at, reach, url, slots, connected = said[:8]
+    heard_at, protocol, reported, accepts, active, probed_at, probe_error, written_at = said[8:]
+    running = active or 0  # of a node whose presence nobody has written yet all of this is None
+    facts = NodeFacts(
+        age_s=None if heard_at is None else max(0.0, (now - heard_at).total_seconds()),
+        protocol=protocol or "",
+        reported=NodeStatus(reported or NodeStatus.OFFLINE),
+        mode=NodeMode(mode),
+        draining=draining,
+        cordoned=cordoned,
+        is_accepting_jobs=accepts is not False,
+        unreachable=find_obstacle(connected, url if reach == Reach.DIRECT.value else "", probed_at, probe_error),
+        is_enabled=state == ProviderState.ENABLED,
+        is_drained=drained_at is not None and running == 0,
+        silence_before_s=0.0 if heard_at is None else (written_at - heard_at).total_seconds(),
+    )
+    return _judge(facts, is_loading=is_loading, is_full=running >= slots)
 
 
 # May it be powered off?
@@ -298,11 +331,11 @@ def _list_losses(node: Node, requests: NodeRequests, running: int, runs: Collect
 
 
 def _list_alone(node: Node, models: Collection[str]) -> list[str]:
-    """Return which of the models no other node answers for now; one query where there are any."""
+    """Return which of the models no other node answers for now; two queries where there are any."""
     if not models:
         return []
     others = Node.objects.exclude(pk=node.pk).filter(model_names__overlap=sorted(models))
-    rows = with_clock(others.select_related("presence", "provider").only(*_JUDGED))
-    serving = (Condition.READY, Condition.BUSY, Condition.LOADING)
-    served = Counter(name for one in rows if judge_condition(one, now=clock_of(one)) in serving for name in one.model_names)
-    return sorted(model for model in models if not served[model])
+    conditions, names = judge_nodes(others), dict(others.values_list("pk", "model_names"))
+    serving = {pk for pk, condition in conditions.items() if condition in (Condition.READY, Condition.BUSY, Condition.LOADING)}
+    served = {name for pk, own in names.items() if pk in serving for name in own}
+    return sorted(set(models) - served)
