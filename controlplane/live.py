@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from asgiref.sync import ThreadSensitiveContext
@@ -360,15 +361,36 @@ class OverviewConsumer(PushConsumer):
             await self._feed.leave(page)
 
 
+_NodeView = tuple[uuid.UUID, str, bool, bool]
+"""What pages of a node have to have in common to be pushed the same: node, language, and what their session may do."""
+
+
 class NodePageConsumer(PushConsumer):
-    """What the page of one node shows of its state, models and memory, as the same HTML that the page came with."""
+    """What the page of one node shows of its state, models and memory, as the same HTML that the page came with.
+
+    Pages of one node that look at once, as each hint has them do, share one look.
+    """
+
+    _shared: ClassVar[dict[_NodeView, tuple[float, Pushed, float]]] = {}
+    """Of the last ``push_pause_s``: when it was looked, what was seen, and the seconds until the next look."""
 
     def may_look(self, user: User) -> bool:
         return user.has_perm("nodes.view_node") or user.has_perm("nodes.change_node")
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return the state of the node, more often while a model is loaded or a drain runs."""
-        found = find_head(self.scope["url_route"]["kwargs"]["node_id"])
+        node_id, may_change = self.scope["url_route"]["kwargs"]["node_id"], request.user.has_perm("nodes.change_node")
+        is_read_only = find_read_only(request) is not None
+        view, now = (node_id, self._language, may_change, is_read_only), clock.monotonic()
+        shared = {one: seen for one, seen in self._shared.items() if now - seen[0] < limits().console.push_pause_s}
+        if view not in shared:
+            shared[view] = (now, *self._look(node_id, may_change=may_change, is_read_only=is_read_only))
+        NodePageConsumer._shared = shared
+        _at, pushed, pause_s = shared[view]
+        return pushed, pause_s
+
+    def _look(self, node_id: uuid.UUID, *, may_change: bool, is_read_only: bool) -> tuple[Pushed, float]:
+        found = find_head(node_id)
         if found is None:
             return {"html": ""}, limits().console.push_s
         node, head = found
@@ -376,8 +398,8 @@ class NodePageConsumer(PushConsumer):
             "original": node,
             "head": head,
             "telemetry": head.telemetry,
-            "may_change": request.user.has_perm("nodes.change_node"),
-            "read_only": find_read_only(request),
+            "may_change": may_change,
+            "read_only": is_read_only,
         }
         pushed = {
             "head": render_to_string("admin/muster/node_head.html", page),

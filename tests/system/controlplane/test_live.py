@@ -259,6 +259,20 @@ def advance(node: Node, progress: float) -> None:
     NodePresence.objects.filter(node=node).update(replicas=replicas)
 
 
+async def test_pages_of_one_node_share_a_look_and_those_who_may_change_it_get_another() -> None:
+    set_limits(console={"push_pause_s": 60.0, "push_s": 120.0, "push_changes_s": 120.0})
+    node = await database_sync_to_async(make_loading_box)()
+    pushed = []
+    for name, *rights in (("ada", "view_node"), ("bob", "view_node"), ("eve", "view_node", "change_node")):
+        page = dial(await database_sync_to_async(sign_in)(name, *rights, is_staff=True), path=f"/ws/nodes/{node.pk}")
+        await page.connect(timeout=30)
+        pushed.append(await receive(page))
+        await database_sync_to_async(advance)(node, 0.75)
+        await page.disconnect(timeout=30)
+    assert ["25 %" in push["html"] for push in pushed] == [True, True, False]
+    assert ["Drain it" in push["head"] for push in pushed] == [False, False, True]
+
+
 @pytest.mark.parametrize("path", ["/ws/nothing", "/ws/nodes/not-an-id", "/", "/nodes/connect"])
 @pytest.mark.parametrize("origin", ["http://localhost:8000", ""])
 async def test_an_unknown_socket_path_is_not_found_wherever_it_is_asked_from(path: str, origin: str) -> None:
