@@ -98,11 +98,11 @@ def explain_unreachable(node: Node) -> str:
     presence: NodePresence | None = getattr(node, "presence", None)
     url = node.public_base_url if node.reach == Reach.DIRECT.value else ""
     if presence is None:
-        return find_obstacle(None, url, None, "")
-    return find_obstacle(presence.connected, url, presence.probed_at, presence.probe_error)
+        return find_unreachable_reason(None, url, None, "")
+    return find_unreachable_reason(presence.connected, url, presence.probed_at, presence.probe_error)
 
 
-def find_obstacle(connected: bool | None, url: str, probed_at: datetime | None, probe_error: str) -> str:
+def find_unreachable_reason(connected: bool | None, url: str, probed_at: datetime | None, probe_error: str) -> str:
     """Return the same of a row's columns. ``connected``: whether a gateway holds its socket, None = it was never heard;
     ``url``: where it is called, empty = nowhere.
     """

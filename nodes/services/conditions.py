@@ -23,7 +23,7 @@ from core.limits import limits
 from governance.operations.queries import RunOnNode, list_open_runs
 from nodes.models import Node, ProviderState, Reach, presence_of
 from nodes.reports import read_replicas
-from nodes.services.availability import explain_unreachable, find_obstacle, read_facts
+from nodes.services.availability import explain_unreachable, find_unreachable_reason, read_facts
 from nodes.states import Freshness, NodeFacts, judge_availability
 from wire.bridge import BRIDGE_V1, ReplicaInfo
 from wire.contract import NodeMode, NodeStatus
@@ -216,7 +216,7 @@ def _judge_row(state: str, said: Sequence[Any], *, is_loading: bool, now: dateti
         draining=draining,
         cordoned=cordoned,
         is_accepting_jobs=accepts is not False,
-        unreachable=find_obstacle(connected, url if reach == Reach.DIRECT.value else "", probed_at, probe_error),
+        unreachable=find_unreachable_reason(connected, url if reach == Reach.DIRECT.value else "", probed_at, probe_error),
         is_enabled=state == ProviderState.ENABLED,
         is_drained=drained_at is not None and running == 0,
         silence_before_s=0.0 if heard_at is None else (written_at - heard_at).total_seconds(),
