@@ -342,3 +342,11 @@ async def test_an_answer_that_breaks_off_ends_and_a_gateway_that_hangs_up_is_sai
             await Relay(CALL).head()
     assert "mst_x" not in caplog.text + repr(CALL)
     assert relay._open == set()
+
+
+def test_a_link_that_names_a_model_has_it_chosen(operator: Client) -> None:
+    for name in ("alpha", "omega"):
+        allow_model(name=name, actor=ACTOR)
+    for wanted, chosen in (("omega", "omega"), ("nobody", "alpha")):
+        answer: Any = operator.get("/admin/playground/", {"model": wanted})
+        assert answer.context["chosen_model"] == chosen
