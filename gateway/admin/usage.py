@@ -64,7 +64,7 @@ MEASURES: dict[str, tuple[Words, Order]] = {
     "requests": (gettext_lazy("Requests"), Order.REQUESTS),
     "cost": (gettext_lazy("Cost"), Order.COST),
 }
-COLOURS: tuple[Colour, ...] = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+COLOURS: tuple[Colour, ...] = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "refused")
 _KINDS: dict[BudgetKind, Words] = {
     BudgetKind.TOKENS_PER_DAY: gettext_lazy("tokens a day"),
     BudgetKind.TOKENS_PER_MONTH: gettext_lazy("tokens a month"),
