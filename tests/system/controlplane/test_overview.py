@@ -253,6 +253,10 @@ def test_the_first_steps_are_gone_once_all_are_made() -> None:
     client.force_login(make_operator("eve"))
     roll_up_requests()
     assert open_page(client).count("(to do)") == 1
+    hiding = Client()
+    hiding.force_login(make_operator("read-only"))
+    assert hiding.post(reverse("admin:hide_checklist")).status_code == 302, "it changes nothing but what this person is shown"
+    assert "First steps" not in open_page(hiding)
     assert "First steps" not in client.get(reverse("admin:index"), secure=True).content.decode()
 
 
