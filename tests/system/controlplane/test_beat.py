@@ -68,6 +68,6 @@ def test_two_beats_do_what_one_does(settings: Settings) -> None:
     assert not NodePresence.objects.get(node=silent).connected
     assert RequestRecord.objects.get(pk=orphan.pk).state == RequestState.INTERRUPTED.value
     assert AuditCheckpoint.objects.count() == 1
-    assert GpuSample.objects.count() == 1
+    assert GpuSample.objects.count() == 2, "of the GPU, and of the fleet"
     (figures,) = NodeFigures.objects.all()
     assert sum(figures.latency.values()) == pytest.approx(5.0, rel=0.01), "older ones weigh a little less"
