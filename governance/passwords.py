@@ -16,6 +16,7 @@ import segno
 from django.db import transaction
 from django.db.models import F, Q
 from django.utils.crypto import salted_hmac
+from django.utils.translation import gettext, gettext_noop
 
 from core.limits import limits
 from governance.audit import record_event
@@ -94,7 +95,7 @@ def find_step(secret: str, code: str, *, now: datetime, after: int) -> int | Non
     return found
 
 
-REFUSAL = "The name, password or code is not right, or there were too many tries. Wait a minute and try again."
+REFUSAL = gettext_noop("The name, password or code is not right, or there were too many tries. Wait a minute and try again.")
 """One text for every cause: it tells nobody which names exist."""
 ANY = ""
 """In the place of a name or an address: counted over all of them."""
@@ -185,7 +186,7 @@ def _book(name: str, address: str, pace: Pace) -> int:
     )
     count = 0 if now - row.last_at > timedelta(seconds=limits().governance.sign_in_forget_s) else row.count
     if now < row.last_at + pace.wait(count):
-        raise SignInRefused(REFUSAL)
+        raise SignInRefused(gettext(REFUSAL))
     row.count, row.last_at = count + 1, now
     row.save(update_fields=["count", "last_at"])
     return row.count

@@ -15,6 +15,7 @@ from django.contrib.auth import authenticate, get_user_model
 from django.db import transaction
 from django.db.models import Exists
 from django.http import HttpRequest
+from django.utils.translation import gettext
 
 from core.limits import limits
 from governance.audit import record_event
@@ -69,7 +70,7 @@ def sign_in_by_password(request: HttpRequest, *, name: str, password: str, addre
     if user is None:
         if is_last_free:
             _note_guessing(None)
-        raise SignInRefused(REFUSAL)
+        raise SignInRefused(gettext(REFUSAL))
     if not needs_code(user):
         forgive(name=name, address=address)
     return user
@@ -86,7 +87,7 @@ def sign_in_by_code(user: User, *, code: str, address: str) -> None:
     if not user.is_active or not spend_code(user=user, code=code):
         if is_last_free:
             _note_guessing(user)
-        raise SignInRefused(REFUSAL)
+        raise SignInRefused(gettext(REFUSAL))
     forgive(name=user.get_username(), address=address)
 
 

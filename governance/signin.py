@@ -19,6 +19,7 @@ from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from governance.audit import record_event
@@ -104,14 +105,14 @@ def find_read_only(request: HttpRequest) -> ReadOnly | None:
     if isinstance(user, AnonymousUser) or may_act(request):
         return None
     if list_passkey_ids(user):
-        reason = "This session is read-only, because you signed in without your passkey."
+        reason = _("This session is read-only, because you signed in without your passkey.")
         wanted = urlencode({"next": request.get_full_path() if request.method == "GET" else request.path})
-        return ReadOnly(reason, "Sign in with your passkey", f"{reverse('signin:login')}?{wanted}")
-    reason = (
+        return ReadOnly(reason, _("Sign in with your passkey"), f"{reverse('signin:login')}?{wanted}")
+    reason = _(
         "This session is read-only, because you signed in without a passkey and have none that is in use. An administrator can "
         "send you an invitation, with which you make one; on the server ./muster manage invite makes it."
     )
-    return ReadOnly(reason, "My keys", reverse("signin:keys"))
+    return ReadOnly(reason, _("My keys"), reverse("signin:keys"))
 
 
 def keep_session(request: HttpRequest, *, now: float) -> bool:

@@ -13,7 +13,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonRes
 from django.shortcuts import render
 from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext, gettext_lazy
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from core.limits import limits
@@ -100,7 +100,7 @@ def _take_code(request: HttpRequest) -> HttpResponse:
     if user is None:
         first = PasswordForm({})
         first.errors.clear()
-        first.add_error(None, REFUSAL)
+        first.add_error(None, gettext(REFUSAL))
         return _show_step(request, first)
     if form.is_valid():
         try:

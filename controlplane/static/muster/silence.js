@@ -3,9 +3,12 @@ import { mayChange } from "./refresh.js";
 
 // By close codes that end a socket for good: what the reader is told, and how they go on.
 const ENDS = new Map([
-    [4401, ["you were signed out at", "Sign in again"]],
-    [4403, ["you may not see this any more, since", "Load the page again"]],
+    [4401, ["signedOut", "signIn"]],
+    [4403, ["withheld", "reload"]],
 ]);
+// The words stand in the page, in its reader's language.
+const words = document.getElementById("page").dataset;
+const say = (name, at) => words[name].replace("{time}", at.toLocaleTimeString(document.documentElement.lang));
 const SILENT_AFTER_MS = 15000; // something comes every two seconds
 const LOOK_MS = 1000;
 
@@ -23,8 +26,7 @@ export const watch = () => {
             return;
         }
         const isSilent = mayChange() && Date.now() - heardAt.getTime() >= SILENT_AFTER_MS;
-        const text = `Not live: nothing has come from the control plane since ${heardAt.toLocaleTimeString()}. What you see may be old.`;
-        const said = isSilent ? text : "";
+        const said = isSilent ? say("silent", heardAt) : "";
         if (note.textContent !== said) {
             note.textContent = said;
         }
@@ -45,8 +47,8 @@ export const watch = () => {
             isOver = true;
             const again = document.createElement("a");
             again.href = location.pathname + location.search; // with a fragment it would lead to a place on this page
-            again.textContent = advice;
-            note.replaceChildren(`Not live: ${reason} ${new Date().toLocaleTimeString()}. `, again);
+            again.textContent = words[advice];
+            note.replaceChildren(`${say(reason, new Date())} `, again);
             return true;
         },
     };
