@@ -23,7 +23,7 @@ from django.views.decorators.http import require_POST, require_safe
 from core.limits import limits
 from governance.admin_tokens import claim_admin_token
 from governance.errors import ApprovalRefused, NotFound
-from governance.models import OperationRun
+from governance.models import OperationRun, PolicyVersion
 from governance.operations import decisions, proposals
 from governance.operations.approvals import active_policy
 from governance.operations.proposals import use_approval
@@ -49,10 +49,11 @@ from governance.web.pages import (
     read_object,
     render_page,
 )
+from governance.web.rules import Reach, compare_reach
 from governance.web.stepper import make_stepper
 from wire import clock
 from wire.ids import format_id
-from wire.optoken.approval import ApprovalError, decode_bytes, digest_words
+from wire.optoken.approval import POLICY_CHANGE, ApprovalError, decode_bytes, digest_words
 
 TIMES = ("requestedAt", "notBefore", "notAfter")
 
@@ -108,9 +109,23 @@ def show_operation(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
         **describe_live(view, is_able=may_act(request)),
         **describe_statement(view),
         **_split_description(view),
+        "reach": _compare_policies(view),
         "site_url": settings.PUBLIC_URL,
     }
     return render_page(request, "approvals/operation.html", context)
+
+
+def _compare_policies(view: OperationView) -> Reach | None:
+    """Return who could do more or less under a policy that waits for approvals; None = nobody, or another operation."""
+    params = view.statement["params"]
+    if view.summary.operation != POLICY_CHANGE or view.summary.state != ApprovalState.PENDING or not isinstance(params, dict):
+        return None
+    row, found = PolicyVersion.objects.filter(sha256=str(params.get("sha256", ""))).first(), active_policy()
+    if row is None:
+        return None
+    reach = compare_reach(found[1] if found else None, row.read_policy())
+    rows = [(name, cells) for name, cells in reach.rows if any(cell.is_new or cell.is_changed for cell in cells)]
+    return Reach(reach.people, rows) if rows else None
 
 
 def _split_description(view: OperationView) -> dict[str, object]:

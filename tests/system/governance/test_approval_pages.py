@@ -222,6 +222,9 @@ def test_a_rule_for_some_people_is_a_group_of_theirs_and_opens_as_it_was_made(te
     assert (drafted.classes["model-load"].factors, drafted.classes["model-load"].threshold) == ({"model-load": 2}, 2)
     assert (drafted.classes["cache-flush"].threshold, drafted.classes["model-unload"].factors) == (1, {})
     assert [name for name, groups in sorted(drafted.groups.items()) if "model-load" in groups] == ["ben", "cleo", "dan"]
+    said = text_of(open_session(team[1].user), page_of(operation))
+    flushing = said.partition("Flushing caches</th>")[2].partition("</tr>")[0]
+    assert flushing.count("now: needs 2 more") == 4, "approvers see who could then do what"
     team.sign(operation)
     run_due()
     opened = fill(client)
