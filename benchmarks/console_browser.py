@@ -60,7 +60,7 @@ def list_paths(page: Page) -> list[str]:
     found: dict[str, None] = {}
     for _, path in list_pages(page):
         found.setdefault(path)
-        page.goto(path)
+        page.goto(path, wait_until="domcontentloaded")
         rows = page.eval_on_selector_all(_ROWS, "links => links.map((link) => new URL(link.href).pathname)")
         for row in (one for one in rows if one.startswith(path) and one != path):
             found.setdefault(row)
@@ -78,20 +78,26 @@ def check_axe(browser: Browser, demo: Demo) -> list[str]:
     for name, size, is_dark in _LOOKS:
         page = open_page(browser, demo, size=size, is_dark=is_dark)
         for path in list(found) or list_paths(page):
-            page.goto(path)
-            page.wait_for_timeout(500)
-            page.evaluate(script)
-            violations = page.evaluate("axe.run(document, {resultTypes: ['violations'], preload: false})")["violations"]
-            too_wide = page.evaluate("document.documentElement.scrollWidth > innerWidth")
-            found.setdefault(path, {})[name] = [
-                *(f"{one['id']} ({one['impact']}): {node['target'][-1]}" for one in violations for node in one["nodes"][:3]),
-                *(["the page is wider than its window"] if too_wide else []),
-            ]
+            found.setdefault(path, {})[name] = _find_violations(page, path, script)
+            print(f"  {name:6} {len(found[path][name]):3}  {path}", flush=True)
         page.context.close()
     print(f"\naxe, violations of any level\n{'':70}" + "".join(f"{name:>8}" for name, _, _ in _LOOKS))
     for path, by_look in found.items():
         print(f"{path:70}" + "".join(f"{len(by_look.get(name, [])):8}" for name, _, _ in _LOOKS), flush=True)
     return [f"axe {path} {name}: {one}" for path, by_look in found.items() for name, all_ in by_look.items() for one in all_]
+
+
+def _find_violations(page: Page, path: str, script: str) -> list[str]:
+    try:
+        page.goto(path, wait_until="domcontentloaded")
+        page.wait_for_timeout(500)
+        page.evaluate(script)
+        violations = page.evaluate("axe.run(document, {resultTypes: ['violations'], preload: false})")["violations"]
+        too_wide = page.evaluate("document.documentElement.scrollWidth > innerWidth")
+    except Error as error:
+        return [str(error).splitlines()[0]]
+    found = [f"{one['id']} ({one['impact']}): {node['target'][-1]}" for one in violations for node in one["nodes"][:3]]
+    return [*found, *(["the page is wider than its window"] if too_wide else [])]
 
 
 # Lighthouse

@@ -22,7 +22,7 @@ from tools.browsers import ensure_chromium
 
 DESK, PHONE = (1440, 900), (390, 844)
 _PLAYS = "The demo plays"
-_PATIENCE_MS = 60_000
+_PATIENCE_MS = 120_000
 _PATHS = """(links) => links.map((link) => new URL(link.href))
     .filter((url) => url.origin === location.origin).map((url) => url.pathname)"""
 
@@ -54,7 +54,7 @@ def open_demo(data: Path, *, requests: float = 40.0) -> Iterator[Demo]:
     finally:
         if process is not None:
             process.send_signal(signal.SIGTERM)
-            process.wait()
+            process.communicate()  # what it still says is read, or it could not end
 
 
 def _start(data: Path, requests: float) -> subprocess.Popen[str]:
@@ -69,7 +69,7 @@ def _start(data: Path, requests: float) -> subprocess.Popen[str]:
         said.append(line.rstrip())
         if line.startswith(_PLAYS):
             return process
-    process.wait()
+    process.communicate()
     raise LauncherError(f"the demo did not start: {' / '.join(said[-3:])}")
 
 
@@ -95,7 +95,7 @@ def open_page(browser: Browser, demo: Demo, *, size: tuple[int, int] = DESK, is_
     context.set_default_navigation_timeout(_PATIENCE_MS)
     page = context.new_page()
     add_passkey(page, demo)
-    page.goto("/sign-in/?next=/admin/")
+    page.goto("/sign-in/?next=/admin/", wait_until="domcontentloaded")
     page.get_by_role("button", name="passkey").first.click()
     page.wait_for_url(lambda url: "/sign-in" not in url)
     return page
@@ -126,9 +126,9 @@ def _standard(text: str) -> str:
 def list_pages(page: Page) -> list[tuple[str, str]]:
     """Return name and path of every page that the navigation leads to: each entry, and each tab of it."""
     found: dict[str, str] = {}
-    page.goto("/admin/")
+    page.goto("/admin/", wait_until="domcontentloaded")
     for path in _read_links(page, "nav a[href], aside a[href], #nav-sidebar a[href]"):
-        page.goto(path)
+        page.goto(path, wait_until="domcontentloaded")
         for other in (path, *_read_links(page, ".mst-tabs a[href], nav[aria-label] a[href]")):
             found.setdefault(other, other)
     return [(name, path) for path, name in found.items()]

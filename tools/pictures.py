@@ -27,7 +27,7 @@ _SETTLE_MS = 1_500
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One file in ``docs/images``. ``clicks``: links or buttons that lead on from ``path``, by their text."""
+    """One file in ``docs/images``. ``clicks``: links or buttons that lead on from ``path``, by their text or ``css:…``."""
 
     name: str
     path: str
@@ -41,6 +41,8 @@ class Picture:
 
 
 _NODES, _REQUESTS = "/admin/nodes/node/", "/admin/gateway/requestrecord/"
+_FAILED = "phi-4-14b&state=wrong"
+_FIRST_ROW = "css:main table tbody a[href*='/requestrecord/']"
 PICTURES = (
     Picture("overview", "/admin/"),
     Picture("overview-dark", "/admin/", is_dark=True),
@@ -48,13 +50,16 @@ PICTURES = (
     Picture("nodes", _NODES),
     Picture("node", _NODES, ("atlas",)),
     Picture("models", "/admin/gateway/model/"),
+    Picture("catalogue", "/admin/gateway/model/catalogue/"),
     Picture("requests", _REQUESTS),
+    Picture("request", f"{_REQUESTS}?q={_FAILED}", (_FIRST_ROW,)),
+    Picture("usage", "/admin/usage/?range=7d"),
     Picture("playground", "/admin/playground/"),
     Picture("approvals", "/approvals/"),
     Picture("approval", "/approvals/", ("Load qwen3-32b on ceres",)),
     Picture("approval-phone", "/approvals/", ("Load qwen3-32b on ceres",), size=PHONE),
     Picture("access", "/admin/gateway/apikey/"),
-    Picture("system", "/admin/governance/auditevent/"),
+    Picture("system", "/admin/system/"),
 )
 
 # Counts colours to five bits a channel, keeps those that most points have, and gives every point the nearest of them.
@@ -150,7 +155,9 @@ def take_all(browser: Browser, demo: Demo, pictures: Sequence[Picture], folder: 
 def _take(page: Page, picture: Picture) -> bytes:
     page.goto(picture.path)
     for words in picture.clicks:
-        page.locator("a, button").filter(has_text=words).first.click()
+        is_selector = words.startswith("css:")
+        found = page.locator(words[4:]) if is_selector else page.locator("a, button").filter(has_text=words)
+        found.first.click()
         page.wait_for_load_state()
     page.evaluate("document.fonts.ready")
     page.wait_for_timeout(_SETTLE_MS)
