@@ -183,6 +183,7 @@ def test_a_strip_shows_gpus_memory_and_models_as_text_too(boss: Client) -> None:
     make_presence(make_node("attic", model_names=[f"m{number}" for number in range(6)]), gpus=[gpu])
     page = open_page(boss)
     assert 'title="NVIDIA L4: 40 %"' in page
+    assert "<small>1 GPU</small>" in page
     assert "6.0 GiB of 24.0 GiB" in page
     assert "<span>m3</span><span>+2</span>" in page
 
