@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -311,24 +312,52 @@ def list_entries(
 
     ``text``: words that all stand in name, family or hub ids; ``licence``: ``open`` = without conditions on use, or a name.
     """
-    words, found = text.lower().split(), []
+    words, found, space = text.lower().split(), [], _Space.of(rooms)
     for model in read_catalogue().models:
         said = " ".join((model.name, model.family, model.licence, *(file.hub for file in model.files))).lower()
         is_licensed = not licence or (model.is_open if licence == "open" else model.licence == licence)
         if (kind and model.kind != kind) or not is_licensed or not all(word in said for word in words):
             continue
-        entry = ListedEntry(model, tuple(_list_file(model, file, rooms) for file in model.files))
+        entry = ListedEntry(model, tuple(_list_file(model, file, space) for file in model.files))
         if entry.fits or not fits_only:
             found.append(entry)
     return found
 
 
-def _list_file(model: CatalogueModel, file: CatalogueFile, rooms: Sequence[Room]) -> ListedFile:
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """The room of a fleet, looked at once for all files. ``first``: the emptiest node of each kind, the one to take first."""
+
+    with_gpu_mb: Sequence[int]
+    on_host_mb: Sequence[int]
+    first: Sequence[Room]
+
+    @classmethod
+    def of(cls, rooms: Sequence[Room]) -> _Space:
+        there = [room for room in rooms if not room.is_away and room.free_mb is not None]
+        kinds: dict[tuple[bool, bool], Room] = {}
+        for room in sorted(there, key=lambda room: room.free_mb or 0):
+            kinds[bool(room.refusal), not room.has_gpu] = room
+        free = [sorted(room.free_mb or 0 for room in there if room.has_gpu is has_gpu) for has_gpu in (True, False)]
+        return cls(free[0], free[1], [kinds[kind] for kind in sorted(kinds)])
+
+    def count(self, wanted: Wanted) -> int:
+        """Return on how many nodes there is room."""
+        found = len(self.with_gpu_mb) - bisect_left(self.with_gpu_mb, wanted.with_gpu_mb)
+        if wanted.on_host_mb is not None:
+            found += len(self.on_host_mb) - bisect_left(self.on_host_mb, wanted.on_host_mb)
+        return found
+
+    def find(self, wanted: Wanted) -> Room | None:
+        return next((room for room in self.first if _has_room(room, wanted)), None)
+
+
+def _list_file(model: CatalogueModel, file: CatalogueFile, space: _Space) -> ListedFile:
     context = model.limit_context(limits().gateway.catalogue_context_tokens)
     wanted = want_file(model, file, context_tokens=context)
-    able = [room for room in rooms if not room.is_away and _has_room(room, wanted)]
-    best = max(able, key=lambda room: (not room.refusal, room.has_gpu, room.free_mb or 0), default=None)
-    return ListedFile(file, wanted.with_gpu_mb, context, len(able), judge_room(best, wanted) if best is not None else None)
+    best = space.find(wanted)
+    judged = judge_room(best, wanted) if best is not None else None
+    return ListedFile(file, wanted.with_gpu_mb, context, space.count(wanted), judged)
 
 
 def _has_room(room: Room, wanted: Wanted) -> bool:

@@ -443,11 +443,18 @@ class ServingNode:
     last_error: str = ""
 
 
+def has_model(name: str) -> Q:
+    """Return what is so of a node that has a model, loads it or could."""
+    has = Q(model_names__contains=[name]) | Q(presence__available_models__contains=[name])
+    return has | Q(presence__replicas__contains=[{"model": name}])
+
+
 def read_nodes_of(models: Collection[str]) -> dict[str, tuple[ServingNode, ...]]:
     """Return for each model the nodes that have it, load it or could, by name; one query."""
     rows = with_clock(Node.objects.exclude(provider__state=ProviderState.DELETED))
     rows = rows.select_related("presence", "provider").order_by("name")
     rows = rows.defer("presence__memory", "presence__gpus", "figures")  # long, and of no use here
+    rows = rows.filter(has_model(next(iter(models)))) if len(models) == 1 else rows
     found: dict[str, list[ServingNode]] = {model: [] for model in models}
     for node in rows if models else ():
         now, presence = clock_of(node), presence_of(node)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any  # a row of iterate_rows
 
 from django.db import connection
-from django.db.models import Q
 
 from core.limits import limits
 from nodes.models import Node, ProviderState, clock_of
 from nodes.reports import read_replicas
-from nodes.services.availability import Has, iterate_rows, read_availability
+from nodes.services.availability import Has, has_model, iterate_rows, read_availability
 from wire.bridge import RESERVED, ReplicaInfo
 from wire.contract import NodeStatus
 
@@ -81,12 +80,12 @@ class FleetModel:
 def read_fleet_models(only: str | None = None) -> dict[str, FleetModel]:
     """Return the models that nodes have, load or could load, by name; ``only``: that model alone. Two queries."""
     places: dict[str, list[ModelPlace]] = defaultdict(list)
-    counts: dict[str, int] = defaultdict(int)
+    counts: Counter[str] = Counter()
     names: dict[str, list[str]] = defaultdict(list)
+    named = set[str]()
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).order_by("name")
     if only is not None:
-        has = Q(model_names__contains=[only]) | Q(presence__available_models__contains=[only])
-        rows = rows.filter(has | Q(presence__replicas__contains=[{"model": only}]))
+        rows = rows.filter(has_model(only))
     for node in iterate_rows(rows, *_READ):
         availability = read_availability(node, now=clock_of(node), is_enabled=node.provider__state == ProviderState.ENABLED)
         if availability.status is NodeStatus.OFFLINE:
@@ -94,11 +93,12 @@ def read_fleet_models(only: str | None = None) -> dict[str, FleetModel]:
         found = _list_places(node, takes_work=availability.unavailable is None)
         for model, place in found.items():
             places[model].append(place)
-        for model in node.available_models or ():
-            if isinstance(model, str) and model not in found:
-                counts[model] += 1
-                if len(names[model]) < limits().nodes.listed_names:
-                    names[model].append(node.name)
+        available = {model for model in node.available_models or () if isinstance(model, str)} - found.keys()
+        counts.update(available)
+        for model in available - named:  # of most models the first nodes are soon known
+            names[model].append(node.name)
+            if len(names[model]) == limits().nodes.listed_names:
+                named.add(model)
     facts = _read_facts(only)
     models = {*places, *counts} if only is None else {only}
     return {
