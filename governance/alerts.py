@@ -408,11 +408,14 @@ def show_alert(row: Alert, words: AlertWords, *, beyond: int = 0) -> ShownAlert:
 
 
 def filter_alerts(rows: QuerySet[Alert], *, state: str) -> QuerySet[Alert]:
-    """Return those that are ``open`` (not silenced), ``silenced`` or ``ended``; any other word: all."""
+    """Return those that are ``open`` (there now, not silenced), ``silenced`` or ``ended``; any other word: all.
+
+    What the last look did not see is none of these for a minute, until it has ended or is there again.
+    """
     now = clock.now()
     match state:
         case "open":
-            return rows.filter(_heard(now), ended_at=None)
+            return rows.filter(_heard(now), ended_at=None, missed_at=None)
         case "silenced":
             return rows.filter(ended_at=None, silenced_until__gt=now)
         case "ended":
@@ -422,9 +425,11 @@ def filter_alerts(rows: QuerySet[Alert], *, state: str) -> QuerySet[Alert]:
 
 def count_states() -> dict[str, int]:
     """Return how many alerts are ``open`` and how many ``silenced``; one query."""
-    silenced = Count("pk", filter=Q(silenced_until__gt=clock.now()))
-    counts = Alert.objects.filter(ended_at=None).aggregate(all=Count("pk"), silenced=silenced)
-    return {"open": counts["all"] - counts["silenced"], "silenced": counts["silenced"]}
+    is_silenced = Q(silenced_until__gt=clock.now())
+    is_open = Q(missed_at=None) & _heard(clock.now())
+    rows = Alert.objects.filter(ended_at=None)
+    counts: dict[str, int] = rows.aggregate(open=Count("pk", filter=is_open), silenced=Count("pk", filter=is_silenced))
+    return counts
 
 
 def read_last_look() -> datetime | None:

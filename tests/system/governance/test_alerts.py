@@ -331,6 +331,10 @@ LIST = "/admin/governance/alert/"
 def test_the_page_lists_what_is_open_and_hides_what_is_silenced_or_over(time: VirtualClock, row: Alert, boss: Client) -> None:
     see(silent(), silent("attic"))
     over = Alert.objects.get(object_name="attic")
+    last(time, 5, silent())
+    page = boss.get(LIST).content.decode()
+    assert "Open <span>1</span>" in page
+    assert ("attic" in page, count_open_problems()) == (False, 1), "the list and the bell agree on what is gone"
     last(time, 120, silent())
     page = boss.get(LIST).content.decode()
     assert "rig is offline." in page
