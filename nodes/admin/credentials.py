@@ -13,6 +13,9 @@ from django.contrib import admin
 from django.db.models import Count, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils.functional import Promise
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from core.admin_pages import Created, CreatingAdmin, NextStep, RowChange, Values, column
@@ -28,20 +31,22 @@ from nodes.services.credentials import (
 
 
 class CredentialForm(forms.Form):
-    name = forms.CharField(max_length=80, widget=UnfoldAdminTextInputWidget, help_text="Which node or nodes will use it")
+    name = forms.CharField(
+        max_length=80, widget=UnfoldAdminTextInputWidget, help_text=gettext_lazy("Which node or nodes will use it")
+    )
     provider = forms.ModelChoiceField(
         queryset=Provider.objects.exclude(state=ProviderState.DELETED),
         widget=UnfoldAdminSelectWidget,
-        help_text="Nodes of a provider are switched on and off together",
+        help_text=gettext_lazy("Nodes of a provider are switched on and off together"),
     )
     max_nodes = forms.IntegerField(
-        min_value=1, initial=1, widget=UnfoldAdminIntegerFieldWidget, help_text="How many nodes may enrol with it"
+        min_value=1, initial=1, widget=UnfoldAdminIntegerFieldWidget, help_text=gettext_lazy("How many nodes may enrol with it")
     )
     node = forms.ModelChoiceField(
         queryset=Node.objects.all(),
         required=False,
         widget=UnfoldAdminSelectWidget,
-        help_text="Bind it to one known node, to replace that node's credential. Empty = nodes enrol with it",
+        help_text=gettext_lazy("Bind it to one known node, to replace that node's credential. Empty = nodes enrol with it"),
     )
 
 
@@ -49,22 +54,26 @@ def _describe_use(credential: NodeCredential, text: str) -> tuple[NextStep, ...]
     """Return how a node is started with a new credential, in lines that can be pasted, and what comes after that."""
     gateway = str(settings.GATEWAY_PUBLIC_URL).rstrip("/")
     host = urlsplit(gateway).hostname or ""
-    elsewhere = ""
+    start_text = _("On the node, in a folder with Muster, start its program.")
     if host == "localhost" or host.startswith("127."):
-        elsewhere = (
-            f" {gateway} is for this machine; on another write this machine's address, on which the gateway must listen."
-        )
+        start_text = _(
+            "On the node, in a folder with Muster, start its program. %(gateway)s is for this machine; on another write this "
+            "machine's address, on which the gateway must listen."
+        ) % {"gateway": gateway}
     provider = credential.provider.name
     named = "" if provider == "local" else f" --provider {shlex.quote(provider)}"
     start = f"./muster node --gateway {gateway} --token {text}{named} --data ./muster-node"
     return (
-        NextStep(f"On the node, in a folder with Muster, start its program.{elsewhere}", start),
-        NextStep("Wait until the node is in the list, a few seconds", url=reverse("admin:nodes_node_changelist")),
+        NextStep(start_text, start),
+        NextStep(_("Wait until the node is in the list, a few seconds"), url=reverse("admin:nodes_node_changelist")),
         NextStep(
-            "Allow its models: clients may use only those that are allowed", url=reverse("admin:gateway_model_changelist")
+            _("Allow its models: clients may use only those that are allowed"), url=reverse("admin:gateway_model_changelist")
         ),
         NextStep(
-            "If loads are to be approved by several people: let the node trust the policy, with the words of the page Policy.",
+            _(
+                "If loads are to be approved by several people: let the node trust the policy, with the words of the page "
+                "Policy."
+            ),
             "./muster trust WORDS --data ./muster-node",
         ),
     )
@@ -72,7 +81,7 @@ def _describe_use(credential: NodeCredential, text: str) -> tuple[NextStep, ...]
 
 def _revoke(credential: NodeCredential, actor: str, values: Values) -> str:
     revoke_credential(credential_id=credential.pk, actor=actor)
-    return f"Revoked the node credential {credential.name}."
+    return _("Revoked the node credential %(name)s.") % {"name": credential.name}
 
 
 @admin.register(NodeCredential)
@@ -83,15 +92,15 @@ class NodeCredentialAdmin(CreatingAdmin):
     search_fields = ("name", "keyid")
     fields = ("name", "show_prefix", "provider", "node", "max_nodes", "created_at", "last_used_at", "revoked_at")
     readonly_fields = fields
-    empty_words = "A node shows its credential when it connects. Create one, then start the node with it."
+    empty_words = gettext_lazy("A node shows its credential when it connects. Create one, then start the node with it.")
     create_form = CredentialForm
-    create_title = "New node credential"
-    create_explanation = "A node shows it when it connects. It is shown here once."
+    create_title = gettext_lazy("New node credential")
+    create_explanation = gettext_lazy("A node shows it when it connects. It is shown here once.")
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="revoke",
-            label="Revoke",
-            explanation="Nodes that use it are cut off and cannot come back with it, for good.",
+            label=gettext_lazy("Revoke"),
+            explanation=gettext_lazy("Nodes that use it are cut off and cannot come back with it, for good."),
             run=_revoke,
             is_offered=lambda credential: credential.revoked_at is None,
             is_danger=True,
@@ -108,23 +117,25 @@ class NodeCredentialAdmin(CreatingAdmin):
         )
         return Created(row=credential, secret=text, steps=_describe_use(credential, text))
 
-    @column("Credential")
+    @column(gettext_lazy("Credential"))
     def show_prefix(self, credential: NodeCredential) -> str:
         return f"msw_{credential.keyid}…"
 
-    @column("State", ordering="revoked_at", label={"active": "success", "revoked": "danger"})
-    def show_state(self, credential: NodeCredential) -> str:
-        return "active" if credential.revoked_at is None else "revoked"
+    @column(gettext_lazy("State"), ordering="revoked_at", label={"active": "success", "revoked": "danger"})
+    def show_state(self, credential: NodeCredential) -> tuple[str, str]:
+        return ("active", _("active")) if credential.revoked_at is None else ("revoked", _("revoked"))
 
 
 class ProviderForm(forms.Form):
-    name = forms.CharField(max_length=60, widget=UnfoldAdminTextInputWidget, help_text="Letters, digits, hyphens, underscores")
+    name = forms.CharField(
+        max_length=60, widget=UnfoldAdminTextInputWidget, help_text=gettext_lazy("Letters, digits, hyphens, underscores")
+    )
 
 
-def _change_provider(service: Callable[..., object], outcome: str) -> Callable[[Provider, str, Values], str]:
+def _change_provider(service: Callable[..., object], outcome: str | Promise) -> Callable[[Provider, str, Values], str]:
     def run(provider: Provider, actor: str, _values: Values) -> str:
         service(name=provider.name, actor=actor)
-        return f"Provider {provider.name} {outcome}"
+        return str(outcome) % {"provider": provider.name}
 
     return run
 
@@ -136,29 +147,35 @@ class ProviderAdmin(CreatingAdmin):
     search_fields = ("name",)
     fields = ("name", "show_state", "created_at", "updated_at")
     readonly_fields = fields
-    empty_words = "A provider is a group of nodes that are switched on and off together. Every credential belongs to one."
+    empty_words = gettext_lazy(
+        "A provider is a group of nodes that are switched on and off together. Every credential belongs to one."
+    )
     create_form = ProviderForm
-    create_title = "New provider"
+    create_title = gettext_lazy("New provider")
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="disable",
-            label="Disable",
-            explanation="Its nodes get no new work and cannot connect until it is enabled again.",
-            run=_change_provider(disable_provider, "is disabled: its nodes get no work and cannot connect."),
+            label=gettext_lazy("Disable"),
+            explanation=gettext_lazy("Its nodes get no new work and cannot connect until it is enabled again."),
+            run=_change_provider(
+                disable_provider, gettext_lazy("Provider %(provider)s is disabled: its nodes get no work and cannot connect.")
+            ),
             is_offered=lambda provider: provider.state == ProviderState.ENABLED,
         ),
         RowChange(
             name="enable",
-            label="Enable",
-            explanation="Its nodes may connect and get work again.",
-            run=_change_provider(enable_provider, "is enabled."),
+            label=gettext_lazy("Enable"),
+            explanation=gettext_lazy("Its nodes may connect and get work again."),
+            run=_change_provider(enable_provider, gettext_lazy("Provider %(provider)s is enabled.")),
             is_offered=lambda provider: provider.state == ProviderState.DISABLED,
         ),
         RowChange(
             name="delete",
-            label="Delete",
-            explanation="Its nodes are cut off and all its credentials are revoked, for good. Records stay.",
-            run=_change_provider(delete_provider, "is deleted and its credentials are revoked."),
+            label=gettext_lazy("Delete"),
+            explanation=gettext_lazy("Its nodes are cut off and all its credentials are revoked, for good. Records stay."),
+            run=_change_provider(
+                delete_provider, gettext_lazy("Provider %(provider)s is deleted and its credentials are revoked.")
+            ),
             is_offered=lambda provider: provider.state != ProviderState.DELETED,
             is_danger=True,
         ),
@@ -174,14 +191,14 @@ class ProviderAdmin(CreatingAdmin):
             credential_count=Count("credentials", distinct=True, filter=Q(credentials__revoked_at__isnull=True)),
         )
 
-    @column("State", ordering="state", label={"enabled": "success", "disabled": "warning", "deleted": "danger"})
-    def show_state(self, provider: Provider) -> str:
-        return provider.state
+    @column(gettext_lazy("State"), ordering="state", label={"enabled": "success", "disabled": "warning", "deleted": "danger"})
+    def show_state(self, provider: Provider) -> tuple[str, str]:
+        return provider.state, {"enabled": _("enabled"), "disabled": _("disabled"), "deleted": _("deleted")}[provider.state]
 
-    @column("Nodes", ordering="node_count")
+    @column(gettext_lazy("Nodes"), ordering="node_count")
     def show_nodes(self, provider: Any) -> int:  # Any: carries an annotation
         return int(provider.node_count)
 
-    @column("Credentials", ordering="credential_count")
+    @column(gettext_lazy("Credentials"), ordering="credential_count")
     def show_credentials(self, provider: Any) -> int:  # Any: carries an annotation
         return int(provider.credential_count)

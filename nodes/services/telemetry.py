@@ -123,31 +123,6 @@ def list_failures(presence: NodePresence) -> tuple[tuple[str, str], ...]:
     return tuple((replica.model, replica.detail) for replica in read_replicas(presence.replicas) if replica.state == _FAILED)
 
 
-def describe_gpus(node: Node) -> str:
-    """Return one line: ``NVIDIA L4 63 % 18.0/22.5 GiB; …``, from telemetry if there is any, else from registration."""
-    presence = presence_of(node)
-    gpus = presence.gpus or [
-        {
-            "name": node.gpu_name,
-            "utilization_percent": presence.gpu_util_percent,
-            "memory_used_mb": presence.vram_used_mb,
-            "memory_total_mb": node.vram_total_mb,
-        }
-    ]
-    return "; ".join(filter(None, map(_describe_gpu, gpus)))
-
-
-def _describe_gpu(gpu: Mapping[str, object]) -> str:
-    busy, used, total = gpu.get("utilization_percent"), gpu.get("memory_used_mb"), gpu.get("memory_total_mb")
-    parts = [str(gpu.get("name") or "")]
-    if isinstance(busy, int | float):
-        parts.append(f"{busy:.0f} %")
-    if isinstance(total, int | float):
-        of = f"{used / 1024:.1f}/" if isinstance(used, int | float) else ""
-        parts.append(f"{of}{total / 1024:.1f} GiB")
-    return " ".join(filter(None, parts))
-
-
 def describe_counts(counts: Counter[str]) -> str:
     """Return ``2 loaded, 1 loading``; empty when there is nothing to say."""
     return ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
