@@ -987,6 +987,7 @@ class ConsoleLimits:
     # The endpoint wants a number.
     playground_messages_tokens: int = bound(1_024, "tokens", "A form that says nothing asks for so many on Messages.")
     # A person waits meanwhile.
+    playground_turns: int = bound(200, "turns", "A conversation in the playground with more earlier turns is refused.")
     playground_trial_tokens: int = bound(32, "tokens", "The answer to the test request of a new key or node is cut.")
     playground_explained: int = bound(16, "models", "The nodes of further models of an alias are not looked at.")
     playground_key_s: float = bound(3_600.0, "s", "A key that the playground lends expires.")

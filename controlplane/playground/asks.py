@@ -12,7 +12,10 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
+from core.admin_pages import Text
 from core.errors import ContractError
 from core.limits import limits
 from wire.contract import ErrorCode
@@ -36,7 +39,7 @@ class AskTooLarge(PlaygroundError, code=ErrorCode.BODY_TOO_LARGE, status=HTTPSta
 
 class SignedOut(PlaygroundError, code=ErrorCode.NOT_PERMITTED, status=HTTPStatus.UNAUTHORIZED):
     def __init__(self) -> None:
-        super().__init__("You are no longer signed in. Sign in again in another tab, then repeat this.")
+        super().__init__(_("You are no longer signed in. Sign in again in another tab, then repeat this."))
 
 
 class NotAllowed(PlaygroundError, code=ErrorCode.NOT_PERMITTED, status=HTTPStatus.FORBIDDEN):
@@ -75,22 +78,24 @@ class SurfaceKind:
     """One surface: its path at the gateway, and which fields of the form it has a use for."""
 
     name: SurfaceName
-    title: str
+    title: Text
     path: str
     has_parts: bool = True
     """System prompt, image and tools."""
     has_sampling: bool = True
     """Temperature, a limit of tokens and streaming."""
+    has_schema: bool = False
+    """The shape of the answer."""
 
 
 SURFACES = {
     kind.name: kind
     for kind in (
-        SurfaceKind(SurfaceName.CHAT, "Chat completions", "/v1/chat/completions"),
+        SurfaceKind(SurfaceName.CHAT, gettext_lazy("Chat completions"), "/v1/chat/completions", has_schema=True),
         SurfaceKind(SurfaceName.MESSAGES, "Messages", "/v1/messages"),
-        SurfaceKind(SurfaceName.RESPONSES, "Responses", "/v1/responses"),
-        SurfaceKind(SurfaceName.COMPLETIONS, "Completions", "/v1/completions", has_parts=False),
-        SurfaceKind(SurfaceName.EMBEDDINGS, "Embeddings", "/v1/embeddings", has_parts=False, has_sampling=False),
+        SurfaceKind(SurfaceName.RESPONSES, "Responses", "/v1/responses", has_schema=True),
+        SurfaceKind(SurfaceName.COMPLETIONS, gettext_lazy("Completions"), "/v1/completions", has_parts=False),
+        SurfaceKind(SurfaceName.EMBEDDINGS, gettext_lazy("Embeddings"), "/v1/embeddings", has_parts=False, has_sampling=False),
     )
 }
 
@@ -105,6 +110,14 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One earlier turn of a conversation. ``role``: ``user`` or ``assistant``."""
+
+    role: str
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One question, checked. ``own_key``: what a person without a right to make keys has typed in; never stored."""
 
@@ -114,8 +127,10 @@ class Ask:
     own_key: str = field(default="", repr=False)
     system: str = field(default="", repr=False)
     prompt: str = field(default="", repr=False)
+    turns: tuple[Turn, ...] = ()
     image: Image | None = None
     tools: tuple[Json, ...] = ()
+    schema: Json | None = None
     temperature: float | None = None
     max_tokens: int | None = None
     is_streaming: bool = False
@@ -128,6 +143,11 @@ class _ImageForm(msgspec.Struct):
     data: str = ""
 
 
+class _TurnForm(msgspec.Struct):
+    role: str = ""
+    text: str = ""
+
+
 class _Form(msgspec.Struct):
     """The page's JSON."""
 
@@ -138,7 +158,9 @@ class _Form(msgspec.Struct):
     system: str = ""
     prompt: str = ""
     image: _ImageForm | None = None
+    turns: list[_TurnForm] = []
     tools: str = ""
+    schema: str = ""
     # Numbers as they were typed, so that one sentence says what is wrong with them.
     temperature: str = ""
     max_tokens: str = ""
@@ -160,14 +182,14 @@ def read_ask(data: bytes, *, is_draft: bool = False) -> Ask:
     try:
         form = _decode_form(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise AskRefused("The page sent something that cannot be read. Reload it and try again.") from None
+        raise AskRefused(_("The page sent something that cannot be read. Reload it and try again.")) from None
     kind = SURFACES.get(form.surface)  # type: ignore[call-overload]  # a StrEnum is found by its text
     if kind is None:
-        raise AskRefused(f"Choose one of these surfaces: {', '.join(SURFACES)}.", param="surface")
+        raise AskRefused(_("Choose one of these endpoints: %(names)s.") % {"names": ", ".join(SURFACES)}, param="surface")
     if not form.model.strip():
-        raise AskRefused("Choose a model.", param="model")
+        raise AskRefused(_("Choose a model."), param="model")
     if not (form.prompt.strip() or is_draft):
-        raise AskRefused("Write a prompt.", param="prompt")
+        raise AskRefused(_("Write a prompt."), param="prompt")
     has_parts, has_sampling = kind.has_parts, kind.has_sampling
     return Ask(
         surface=kind,
@@ -176,8 +198,10 @@ def read_ask(data: bytes, *, is_draft: bool = False) -> Ask:
         own_key=form.key.strip(),
         system=form.system if has_parts else "",
         prompt=form.prompt,
+        turns=_read_turns(form.turns) if has_parts else (),
         image=_read_image(form.image, is_draft=is_draft) if has_parts and form.image is not None else None,
         tools=_read_tools(form.tools) if has_parts else (),
+        schema=_read_schema(form.schema) if kind.has_schema else None,
         temperature=_read_temperature(form.temperature) if has_sampling else None,
         max_tokens=_read_whole(form.max_tokens, "max_tokens", least=1) if has_sampling else None,
         is_streaming=form.stream and has_sampling,
@@ -222,7 +246,14 @@ def _build_chat(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
         url = place_image(f"data:{ask.image.media_type};base64,", ask.image)
         content = [{"type": "text", "text": ask.prompt}, {"type": "image_url", "image_url": {"url": url}}]
     system = [{"role": "system", "content": ask.system}] if ask.system else []
-    return {"messages": [*system, {"role": "user", "content": content}], **_add_tools(ask), **_add_sampling(ask)}
+    schema = {"name": "answer", "schema": ask.schema, "strict": True}
+    shape = {"response_format": {"type": "json_schema", "json_schema": schema}} if ask.schema is not None else {}
+    messages = [*system, *_list_turns(ask), {"role": "user", "content": content}]
+    return {"messages": messages, **shape, **_add_tools(ask), **_add_sampling(ask)}
+
+
+def _list_turns(ask: Ask) -> list[Json]:
+    return [{"role": turn.role, "content": turn.text} for turn in ask.turns]
 
 
 def _build_messages(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
@@ -234,7 +265,7 @@ def _build_messages(ask: Ask, place_image: Callable[[str, Image], object]) -> Js
     return {
         "max_tokens": sampling.pop("max_tokens", limits().console.playground_messages_tokens),
         **({"system": ask.system} if ask.system else {}),
-        "messages": [{"role": "user", "content": content}],
+        "messages": [*_list_turns(ask), {"role": "user", "content": content}],
         **_add_tools(ask),
         **sampling,
     }
@@ -246,9 +277,14 @@ def _build_responses(ask: Ask, place_image: Callable[[str, Image], object]) -> J
         url = place_image(f"data:{ask.image.media_type};base64,", ask.image)
         parts = [{"type": "input_text", "text": ask.prompt}, {"type": "input_image", "image_url": url, "detail": "auto"}]
         content = [{"role": "user", "content": parts}]
+    if ask.turns:
+        last = content if isinstance(content, list) else [{"role": "user", "content": content}]
+        content = [*_list_turns(ask), *last]
+    schema = {"type": "json_schema", "name": "answer", "schema": ask.schema, "strict": True}
     return {
         **({"instructions": ask.system} if ask.system else {}),
         "input": content,
+        **({"text": {"format": schema}} if ask.schema is not None else {}),
         **_add_tools(ask),
         **_add_sampling(ask, limit="max_output_tokens", asks_for_usage=False),
     }
@@ -292,16 +328,43 @@ def _say_tool(tool: Json, surface: SurfaceName) -> Json:
 
 def _read_image(form: _ImageForm, *, is_draft: bool) -> Image:
     if form.type not in IMAGE_TYPES:
-        raise AskRefused("The image must be PNG, JPEG, WebP or GIF.", param="image")
+        raise AskRefused(_("The image must be PNG, JPEG, WebP or GIF."), param="image")
     try:
         size = len(binascii.a2b_base64(form.data, strict_mode=True))
     except (binascii.Error, ValueError):
         size = 0
     if not (size or is_draft):
-        raise AskRefused("The image arrived empty or damaged. Choose it again.", param="image")
+        raise AskRefused(_("The image arrived empty or damaged. Choose it again."), param="image")
     # The name ends up in shell commands and programs.
     name = form.name if _SAFE_NAME.match(form.name) else f"image.{form.type.partition('/')[2]}"
     return Image(name=name, media_type=form.type, data=form.data)
+
+
+def _read_turns(turns: list[_TurnForm]) -> tuple[Turn, ...]:
+    if len(turns) > limits().console.playground_turns:
+        raise AskRefused(
+            _("A conversation has at most %(turns)s earlier turns. Begin a new one.")
+            % {"turns": limits().console.playground_turns},
+            param="prompt",
+        )
+    return tuple(Turn(turn.role, turn.text) for turn in turns if turn.role in ("user", "assistant") and turn.text)
+
+
+def _read_schema(text: str) -> Json | None:
+    if not text.strip():
+        return None
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise AskRefused(_("The schema is not JSON: %(error)s.") % {"error": str(error)[:200]}, param="schema") from None
+    if not isinstance(schema, dict):
+        raise AskRefused(_("Give a JSON schema, which is an object."), param="schema")
+    if _is_deeper(schema, limits().console.playground_tool_depth):
+        raise AskRefused(
+            _("The schema is nested more than %(levels)s levels deep.") % {"levels": limits().console.playground_tool_depth},
+            param="schema",
+        )
+    return schema
 
 
 def _read_tools(text: str) -> tuple[Json, ...]:
@@ -310,19 +373,22 @@ def _read_tools(text: str) -> tuple[Json, ...]:
     try:
         tools = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise AskRefused(f"The tools are not JSON: {str(error)[:200]}.", param="tools") from None
+        raise AskRefused(_("The tools are not JSON: %(error)s.") % {"error": str(error)[:200]}, param="tools") from None
     listed = tools if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, dict) for tool in listed):
-        raise AskRefused("Give a JSON list of tools, each an object.", param="tools")
+        raise AskRefused(_("Give a JSON list of tools, each an object."), param="tools")
     if _is_deeper(listed, limits().console.playground_tool_depth):
-        raise AskRefused(f"The tools are nested more than {limits().console.playground_tool_depth} levels deep.", param="tools")
+        raise AskRefused(
+            _("The tools are nested more than %(levels)s levels deep.") % {"levels": limits().console.playground_tool_depth},
+            param="tools",
+        )
     return tuple(listed)
 
 
 def _is_deeper(value: object, levels: int) -> bool:
     """Return whether lists and objects are nested more than so many levels deep."""
     layer = [value]
-    for _ in range(levels):
+    for _level in range(levels):
         held = [one.values() if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list)]
         layer = [inner for members in held for inner in members]
     return any(isinstance(one, dict | list) for one in layer)
@@ -336,7 +402,7 @@ def _read_temperature(text: str) -> float | None:
     except ValueError:
         value = math.nan
     if not 0 <= value <= 2:
-        raise AskRefused("The temperature is a number from 0 to 2, or empty for the model's own.", param="temperature")
+        raise AskRefused(_("The temperature is a number from 0 to 2, or empty for the model's own."), param="temperature")
     return value
 
 
@@ -345,14 +411,16 @@ def _read_whole(text: str, name: str, *, least: int) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= least):
-        raise AskRefused(f"Give a whole number of at least {least}, or leave it empty.", param=name)
+        raise AskRefused(_("Give a whole number of at least %(least)s, or leave it empty.") % {"least": least}, param=name)
     return int(text)
 
 
 def _read_options(form: _Form) -> Json:
     """Return ``x_pool_options`` with the members that were filled in (central-server design, section 3.1)."""
     if form.priority and form.priority not in PRIORITIES:
-        raise AskRefused(f"The priority is one of {', '.join(PRIORITIES)}, or the key's own.", param="priority")
+        raise AskRefused(
+            _("The priority is one of %(names)s, or the key's own.") % {"names": ", ".join(PRIORITIES)}, param="priority"
+        )
     models = [name.strip() for name in form.fallback_models.split(",") if name.strip()]
     members: Json = {
         "prefer_gpu": form.prefer_gpu.strip() or None,

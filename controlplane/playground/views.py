@@ -18,6 +18,7 @@ from django.shortcuts import render
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_noop
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.playground.asks import (
@@ -55,6 +56,60 @@ from wire.ids import parse_id
 
 DEFAULT_TENANT = "default"
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+SAID_BY_SCRIPTS = (
+    gettext_noop("This image is too large. Make it smaller and choose it again."),
+    gettext_noop("{count} characters of base64: {text}…"),
+    gettext_noop("{count} numbers: {text}"),
+    gettext_noop("The connection to the control plane broke off."),
+    gettext_noop("The connection to the node broke off."),
+    gettext_noop("Check the network, then send again ({name})."),
+    gettext_noop("the gateway"),
+    gettext_noop("the gateway, for a ticket"),
+    gettext_noop("The gateway, because no node that clients reach has the model and a free slot."),
+    gettext_noop(
+        "The gateway, because browsers let no page of https ask {host} by http. Give the node a --ticket-url of https."
+    ),
+    gettext_noop("the node itself, at {host}"),
+    gettext_noop(
+        "The gateway, because this browser got no answer from {host}. Start that node with {origins}, see that this machine "
+        "reaches it and trusts its certificate, and reload this page if the node is new."
+    ),
+    gettext_noop("The answer broke off before its end."),
+    gettext_noop("The page of the request says more. Send again."),
+    gettext_noop("The control plane answered {status}."),
+    gettext_noop("Reload this page; you may have been signed out."),
+    gettext_noop("The gateway answered {status} and nothing that can be read."),
+    gettext_noop("It stands below, as it came."),
+    gettext_noop("The gateway asks to wait for {wait} s."),
+    gettext_noop("Sign in"),
+    gettext_noop("… the rest is not kept."),
+    gettext_noop("Answering…"),
+    gettext_noop("Not sent: see the form."),
+    gettext_noop("Nothing asked."),
+    gettext_noop("stopped by you"),
+    gettext_noop("Stopped."),
+    gettext_noop("Request failed."),
+    gettext_noop("Done."),
+    gettext_noop("Stopped before anything came."),
+    gettext_noop("The answer is empty."),
+    gettext_noop("Sent. Waiting for the answer…"),
+    gettext_noop("A key that this page made was revoked: send again, and it makes another. A key of your own: check it."),
+    gettext_noop("Choose a model that a node serves, or look under Nodes why no node takes work."),
+    gettext_noop("Undrain a node under Nodes, or choose another model."),
+    gettext_noop("Allow the model under Models, or choose another one."),
+    gettext_noop("Wait a moment, then send again. The limit stands under Tenants."),
+    gettext_noop("Shorten the prompt, or choose a model with a larger window."),
+    gettext_noop("Shorten the prompt or lower Max tokens, or choose a model with a larger window."),
+    gettext_noop("Lower Max tokens."),
+    gettext_noop("Every node was busy, or the model is slow. Send again, or ask for fewer tokens."),
+    gettext_noop("The engine on the node failed; the log of the node says why."),
+    gettext_noop("The node went away in the middle. Send again."),
+    gettext_noop("Copy"),
+    gettext_noop("Copied"),
+    gettext_noop("Selected: press Ctrl+C"),
+    gettext_noop("The control plane did not answer, so the code may be old. Reload the page."),
+)
+"""What the scripts of the page say, {name} for a value; a test keeps both in step."""
 _TRIAL = "Say hello in one sentence."
 _encode = msgspec.json.Encoder().encode
 
@@ -71,7 +126,7 @@ def show_playground(request: HttpRequest) -> HttpResponse:
     tenants = [tenant.name for tenant in list_tenants() if tenant.is_active]
     context: dict[str, Any] = {  # Any: Django's template context
         **admin.site.each_context(request),
-        "title": "Playground",
+        "title": _("Playground"),
         "surfaces": SURFACES.values(),
         "models": [(name, name in served) for name in offers.models],
         "chosen_model": choose_model(offers.models, free=fleet.free_models, served=served, wanted=request.GET.get("model", "")),
@@ -84,6 +139,7 @@ def show_playground(request: HttpRequest) -> HttpResponse:
         "image_types": ",".join(IMAGE_TYPES),
         "max_image_bytes": limits().console.playground_image_bytes,
         "has_ticket_nodes": bool(origins),
+        "words": {text: _(text) for text in SAID_BY_SCRIPTS},
     }
     policy = ADMIN_POLICY.replace("connect-src 'self'", " ".join(["connect-src 'self'", *origins]))
     headers = {"Content-Security-Policy": policy}
@@ -204,7 +260,7 @@ def _require_maker(request: HttpRequest) -> bool:
     """Let nobody pass who may not make keys; return whether they may see records. Runs in a thread."""
     _require_player(request)
     if not may_lend(request):
-        raise NotAllowed("You may not make API keys.")
+        raise NotAllowed(_("You may not make API keys."))
     return may_see_records(request)
 
 
@@ -239,12 +295,12 @@ async def ask_ticket(request: HttpRequest) -> HttpResponse:
 def show_facts(request: HttpRequest) -> HttpResponse:
     """Answer how a request stands, by ``?request=req_…``. Whoever may not see records is refused."""
     if not may_see_records(request):
-        raise NotAllowed("You may not look at request records.")
+        raise NotAllowed(_("You may not look at request records."))
     printed = request.GET.get("request", "")
     record_id = parse_id("req", printed)
     facts = find_request(record_id) if record_id is not None else None
     if facts is None:
-        raise AskRefused("There is no such request (yet).", param="request")
+        raise AskRefused(_("There is no such request (yet)."), param="request")
     return JsonResponse({**facts, "url": find_record_url(printed)})
 
 
@@ -288,9 +344,9 @@ def _prepare(request: HttpRequest) -> _Asked:
     elif ask.own_key:
         key = ask.own_key
     else:
-        raise AskRefused("Paste an API key of yours: you may not make one.", param="key")
+        raise AskRefused(_("Paste an API key of yours: you may not make one."), param="key")
     if not (key.isascii() and key.isprintable()):
-        raise AskRefused("This is no API key; one looks like mst_….", param="key")
+        raise AskRefused(_("This is no API key; one looks like mst_…."), param="key")
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
     if ask.surface.name is SurfaceName.MESSAGES:
         headers["anthropic-version"] = ANTHROPIC_VERSION
@@ -302,12 +358,12 @@ def _require_player(request: HttpRequest) -> None:
     if not request.user.is_authenticated:
         raise SignedOut
     if not may_play(request):
-        raise NotAllowed("Your account may not use the playground.")
+        raise NotAllowed(_("Your account may not use the playground."))
 
 
 def _read_form(request: HttpRequest) -> bytes:
     if request.content_type != "application/json":
-        raise AskRefused("The page sent something that cannot be read. Reload it and try again.")
+        raise AskRefused(_("The page sent something that cannot be read. Reload it and try again."))
     # As a stream: Django's limit for forms is below that of a picture.
     data = request.read(limits().console.playground_form_bytes + 1)
     if len(data) > limits().console.playground_form_bytes:

@@ -1,5 +1,5 @@
 // One question and its answer, from Send to the last byte or Stop, and what the request's record says afterwards.
-import { blameField, post } from "./playground-form.js";
+import { blameField, post, say } from "./playground-form.js";
 import { Answer, EventCutter } from "./playground-stream.js";
 
 const root = document.getElementById("playground");
@@ -89,10 +89,10 @@ const showCalls = (calls) => {
 
 const printVector = (vector) => {
     if (typeof vector === "string") {
-        return `${vector.length} characters of base64: ${vector.slice(0, 120)}…`;
+        return say("{count} characters of base64: {text}…", { count: vector.length, text: vector.slice(0, 120) });
     }
     const first = vector.slice(0, 8).map((value) => Number(value).toFixed(5));
-    return `${vector.length} numbers: [${first.join(", ")}${vector.length > 8 ? ", …" : ""}]`;
+    return say("{count} numbers: {text}", { count: vector.length, text: `[${first.join(", ")}${vector.length > 8 ? ", …" : ""}]` });
 };
 
 class Run {
@@ -122,8 +122,10 @@ class Run {
             await (isStream ? this.#readStream(response) : this.#readWhole(response));
         } catch (error) {
             if (!this.signal.aborted) {
-                const where = this.#given === null ? "control plane" : "node";
-                showProblem(`The connection to the ${where} broke off.`, `Check the network, then send again (${error.name}).`);
+                showProblem(
+                    this.#given === null ? say("The connection to the control plane broke off.") : say("The connection to the node broke off."),
+                    say("Check the network, then send again ({name}).", { name: error.name }),
+                );
             }
         }
         this.#paint();
@@ -131,7 +133,7 @@ class Run {
     }
 
     #askGateway() {
-        setFact("way", this.#whyRelayed === "" ? "the gateway" : `the gateway, because ${this.#whyRelayed}`);
+        setFact("way", this.#whyRelayed === "" ? say("the gateway") : this.#whyRelayed);
         return post(root.dataset.send, this.fields, this.signal);
     }
 
@@ -139,17 +141,17 @@ class Run {
     async #askNode() {
         const response = await post(root.dataset.ticket, this.fields, this.signal);
         if (!response.ok) {
-            setFact("way", "the gateway, for a ticket");
+            setFact("way", say("the gateway, for a ticket"));
             return response;
         }
         const given = await response.json();
         if (given.relay) {
-            this.#whyRelayed = "no node that clients reach has the model and a free slot.";
+            this.#whyRelayed = say("The gateway, because no node that clients reach has the model and a free slot.");
             return null;
         }
         const { host, protocol } = new URL(given.url);
         if (protocol !== location.protocol && location.protocol === "https:") {
-            this.#whyRelayed = `browsers let no page of https ask ${host} by http. Give the node a --ticket-url of https.`;
+            this.#whyRelayed = say("The gateway, because browsers let no page of https ask {host} by http. Give the node a --ticket-url of https.", { host });
             return null;
         }
         try {
@@ -161,15 +163,17 @@ class Run {
                 signal: this.signal,
             });
             this.#given = given;
-            setFact("way", `the node itself, at ${host}`);
+            setFact("way", say("the node itself, at {host}", { host }));
             return answer;
         } catch (error) {
             if (this.signal.aborted) {
                 throw error;
             }
             const origins = `--ticket-origins ${location.origin}`;
-            const reach = protocol === "https:" ? "reaches it and trusts its certificate" : "reaches it";
-            this.#whyRelayed = `this browser got no answer from ${host}. Start that node with ${origins}, and see that this machine ${reach}. If the node is new, reload this page.`;
+            this.#whyRelayed = say(
+                "The gateway, because this browser got no answer from {host}. Start that node with {origins}, see that this machine reaches it and trusts its certificate, and reload this page if the node is new.",
+                { host, origins },
+            );
             return null;
         }
     }
@@ -214,7 +218,7 @@ class Run {
         if (this.answer.error !== null) {
             this.#sayError(response);
         } else if (!this.answer.isEnded) {
-            showProblem("The answer broke off before its end.", "The page of the request says more. Send again.");
+            showProblem(say("The answer broke off before its end."), say("The page of the request says more. Send again."));
         }
     }
 
@@ -225,9 +229,15 @@ class Run {
         if (this.answer.error !== null) {
             this.#sayError(response);
         } else if (!isRead && response.headers.get("content-type")?.startsWith("text/html")) {
-            showProblem(`The control plane answered ${response.status}.`, "Reload this page; you may have been signed out.");
+            showProblem(
+                say("The control plane answered {status}.", { status: response.status }),
+                say("Reload this page; you may have been signed out."),
+            );
         } else if (!isRead || !response.ok) {
-            showProblem(`The gateway answered ${response.status} and nothing that can be read.`, "It stands below, as it came.");
+            showProblem(
+                say("The gateway answered {status} and nothing that can be read.", { status: response.status }),
+                say("It stands below, as it came."),
+            );
         } else {
             this.#last = performance.now();
         }
@@ -243,10 +253,10 @@ class Run {
             return;
         }
         const wait = response.headers.get("retry-after");
-        showProblem(message, (advice[code] ?? "") + (wait === null ? "" : ` The gateway asks to wait for ${wait} s.`));
+        showProblem(message, (advice[code] ? say(advice[code]) : "") + (wait === null ? "" : ` ${say("The gateway asks to wait for {wait} s.", { wait })}`));
         if (isOurs && response.status === 401) {
             const link = Object.assign(document.createElement("a"), { href: root.dataset.signIn, className: "mst-link" });
-            link.textContent = "Sign in";
+            link.textContent = say("Sign in");
             find("problem-advice").append(link);
         }
     }
@@ -254,7 +264,7 @@ class Run {
     #keepRaw(text) {
         const room = rawLimit - this.#raw.length;
         if (room > 0) {
-            this.#raw += text.length < room ? text : `${text.slice(0, room)}\n… the rest is not kept.`;
+            this.#raw += text.length < room ? text : `${text.slice(0, room)}\n${say("… the rest is not kept.")}`;
         }
     }
 
@@ -263,7 +273,7 @@ class Run {
         if (this.#first === null) {
             this.#first = this.#last;
             setFact("first", printTime(this.#first - this.#began));
-            find("status").textContent = "Answering…";
+            find("status").textContent = say("Answering…");
         }
     }
 
@@ -292,8 +302,8 @@ class Run {
     #finish() {
         this.#isOver = true;
         if (this.#isRefused) {
-            find("status").textContent = "Not sent: see the form.";
-            find("empty").textContent = "Nothing asked.";
+            find("status").textContent = say("Not sent: see the form.");
+            find("empty").textContent = say("Nothing asked.");
             find("empty").hidden = false;
             return;
         }
@@ -301,14 +311,20 @@ class Run {
         const isStopped = this.signal.aborted;
         const isBad = !find("problem").hidden;
         setFact("total", printTime(performance.now() - this.#began));
-        setFact("finish", isStopped ? "stopped by you" : error === null ? finish : "error");
+        setFact("finish", isStopped ? say("stopped by you") : error === null ? finish : "error");
         setFact("prompt", usage.prompt);
         this.#showTokens(usage.completion ?? (pieces || null), { isGuess: usage.completion === null });
         find("raw").hidden = this.#raw === "";
         find("raw-text").textContent = this.#raw;
-        find("status").textContent = isStopped ? "Stopped." : isBad ? "Request failed." : "Done.";
-        find("empty").textContent = isStopped ? "Stopped before anything came." : "The answer is empty.";
+        find("status").textContent = isStopped ? say("Stopped.") : isBad ? say("Request failed.") : say("Done.");
+        find("empty").textContent = isStopped ? say("Stopped before anything came.") : say("The answer is empty.");
         find("empty").hidden = this.answer.hasContent || isBad;
+    }
+
+    // The text of an answer that a conversation goes on from: one that ended by itself and called no tool.
+    get said() {
+        const { text, error, calls } = this.answer;
+        return error === null && !this.signal.aborted && !this.#isRefused && calls.length === 0 && find("problem").hidden ? text : "";
     }
 
     // While nothing has come: what stands in the way, and what to do about it.
@@ -372,12 +388,12 @@ class Run {
     }
 }
 
-// Asks and shows the answer; returns when it has ended. What the record says is filled in a moment later.
+// Asks and shows the answer; returns its text once it has ended well, else "". What the record says is filled in a moment later.
 export const showAnswer = async (fields, signal) => {
     clear();
     const run = new Run(fields, signal);
     latest = run;
-    find("status").textContent = "Sent. Waiting for the answer…";
+    find("status").textContent = say("Sent. Waiting for the answer…");
     const waiting = setInterval(() => run.sayWhyItWaits().catch(() => {}), askWhyMs); // without a reason it still waits
     try {
         await run.go();
@@ -385,4 +401,5 @@ export const showAnswer = async (fields, signal) => {
         clearInterval(waiting);
     }
     run.followRecord().catch(() => {}); // the answer is there; the record can be opened by its link
+    return run.said;
 };

@@ -1,5 +1,5 @@
 // The question as code: asked of the control plane whenever the form changes, in three languages behind tabs.
-import { form, post, readForm } from "./playground-form.js";
+import { form, post, readForm, say } from "./playground-form.js";
 
 const find = (name) => document.getElementById(`pg-${name}`);
 const tabs = [...document.querySelectorAll(".pg-tabs [role=tab]")];
@@ -13,7 +13,7 @@ const chosen = () => tabs.find((tab) => tab.getAttribute("aria-selected") === "t
 const show = () => {
     find("code").textContent = code[chosen().dataset.language] ?? "";
     find("code").setAttribute("aria-labelledby", chosen().id);
-    find("copy").textContent = "Copy";
+    find("copy").textContent = say("Copy");
 };
 
 const choose = (tab) => {
@@ -39,11 +39,11 @@ const copy = async () => {
     const button = find("copy");
     try {
         await navigator.clipboard.writeText(find("code").textContent);
-        button.textContent = "Copied";
+        button.textContent = say("Copied");
     } catch {
         // Plain HTTP on a network: the browser has no clipboard for us.
         getSelection().selectAllChildren(find("code"));
-        button.textContent = "Selected: press Ctrl+C";
+        button.textContent = say("Selected: press Ctrl+C");
     }
 };
 
@@ -63,7 +63,7 @@ const refresh = async (url) => {
         }
     } catch (error) {
         if (error.name !== "AbortError") {
-            find("code-hint").textContent = "The control plane did not answer, so the code may be old. Reload the page.";
+            find("code-hint").textContent = say("The control plane did not answer, so the code may be old. Reload the page.");
         }
     }
 };

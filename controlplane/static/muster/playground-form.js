@@ -1,9 +1,17 @@
 // The form of the playground: what it asks for, which fields a surface has a use for, and what is wrong with one.
+import { readTurns } from "./playground-turns.js";
+
+const words = JSON.parse(document.getElementById("pg-words").textContent);
+
+// Says a sentence in the language of the page; ``playground.views`` has them all. {name} stands for a value.
+export const say = (text, values = {}) =>
+    Object.entries(values).reduce((said, [name, value]) => said.replaceAll(`{${name}}`, String(value)), words[text] ?? text);
+
 export const form = document.getElementById("pg-form");
 const find = (name) => document.getElementById(`pg-${name}`);
 
 const textFields = [
-    "tenant", "key", "system", "prompt", "tools", "temperature", "max_tokens",
+    "tenant", "key", "system", "prompt", "tools", "schema", "temperature", "max_tokens",
     "prefer_gpu", "max_latency_ms", "fallback_models", "priority",
 ];
 const exampleTools = [
@@ -15,6 +23,7 @@ const exampleTools = [
 ];
 let image = null;
 
+const hasParts = () => form.querySelector("[name=surface]:checked").dataset.parts !== undefined;
 const isOtherModel = () => find("model").selectedOptions[0]?.dataset.other !== undefined;
 
 // Returns the fields as the control plane reads them. Not whole: without what code never shows, the key and the picture.
@@ -25,6 +34,7 @@ export const readForm = ({ isWhole }) => {
         key: isWhole ? fields.key : "",
         surface: form.elements.surface.value,
         model: isOtherModel() ? find("other").value : find("model").value,
+        turns: hasParts() ? readTurns() : [],
         stream: form.elements.stream.checked,
         ticket: form.elements.ticket.checked,
         image: image && { ...image, data: isWhole ? image.data : "" },
@@ -113,7 +123,7 @@ const takeImage = async (maxBytes) => {
     if (!file || file.size > maxBytes) {
         dropImage();
         if (file) {
-            blameField("image", "This image is too large. Make it smaller and choose it again.", { isFocused: true });
+            blameField("image", say("This image is too large. Make it smaller and choose it again."), { isFocused: true });
         }
         return;
     }

@@ -1,7 +1,9 @@
 // The playground: sends the form through the control plane, shows the answer as it comes, and the same question as code.
 import { showAnswer } from "./playground-answer.js";
 import { followCode } from "./playground-code.js";
+import { compare } from "./playground-compare.js";
 import { clearBlame, form, readForm, showFields, watchForm } from "./playground-form.js";
+import { keepTurn, showTurns } from "./playground-turns.js";
 
 const root = document.getElementById("playground");
 const sendButton = document.getElementById("pg-send");
@@ -39,7 +41,10 @@ const send = async () => {
     showRunning(true);
     showPlace();
     try {
-        await showAnswer(readForm({ isWhole: true }), running.signal);
+        const fields = readForm({ isWhole: true });
+        showTurns();
+        const [text] = await Promise.all([showAnswer(fields, running.signal), compare(fields, running.signal)]);
+        keepTurn(fields.prompt, text);
     } finally {
         running = null;
         showRunning(false);

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +23,10 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.playground import relay
-from controlplane.playground.asks import GatewayUnreachable, SignedOut, TooManyAnswers
+from controlplane.playground.asks import AskRefused, GatewayUnreachable, SignedOut, TooManyAnswers, build_body, read_ask
 from controlplane.playground.keys import SESSION_KEYS, _cipher, _open_held, lend_key
 from controlplane.playground.relay import Call, Relay
+from controlplane.playground.views import SAID_BY_SCRIPTS
 from core.limits import limits
 from core.models import User
 from gateway.models import ApiKey
@@ -92,7 +95,7 @@ def test_the_page_may_ask_the_nodes_that_take_tickets_and_nobody_else(operator: 
     )):  # fmt: skip
         make_presence(make_node(f"n{number}", ticket_url=url, ticket_error=error))
     shown = operator.get(PAGE)
-    assert "--ticket-url" not in shown.content.decode()
+    assert "start one with" not in shown.content.decode()
     (asked,) = [part for part in shown["Content-Security-Policy"].split("; ") if part.startswith("connect-src")]
     assert asked == "connect-src 'self' http://gpu1.lan:8090 https://[fd00::1]:8443"
     assert operator.get(reverse("admin:index"))["Content-Security-Policy"].count("connect-src 'self';") == 1
@@ -262,6 +265,52 @@ async def test_a_new_key_is_tried_and_the_page_says_what_came_of_it(operator: Cl
     assert "This is no API key" in await ask("sk-1")
     settings.PLAYGROUND_GATEWAY_URL = f"http://127.0.0.1:{free_port()}"
     assert "No gateway answers" in await ask()
+
+
+def test_the_scripts_say_nothing_that_the_page_does_not_know() -> None:
+    folder, said = Path("controlplane/static/muster"), set()
+    for script in folder.glob("playground*.js"):
+        text = script.read_text(encoding="utf-8")
+        said |= set(re.findall(r'say\(\s*"((?:[^"\\]|\\.)*)"', text))
+        said |= set(re.findall(r'^    \w+: "([A-Z][^"]*)",$', text, re.MULTILINE))
+    assert said <= set(SAID_BY_SCRIPTS)
+    assert len(said) > 30
+
+
+TURNS = [{"role": "user", "text": "Hi"}, {"role": "assistant", "text": "Hello"}, {"role": "system", "text": "no"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("surface", "turns", "shape"),
+    [
+        ("chat", "messages", ("response_format", "json_schema", "schema")),
+        ("messages", "messages", ()),
+        ("responses", "input", ("text", "format", "schema")),
+    ],
+)
+def test_earlier_turns_and_a_schema_go_where_the_endpoint_wants_them(surface: str, turns: str, shape: tuple[str, ...]) -> None:
+    said = {**form(surface=surface), "turns": TURNS, "schema": json.dumps(SCHEMA)}
+    body: Any = build_body(read_ask(json.dumps(said).encode()))
+    assert body[turns] == [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hello"},
+    ]  # fmt: skip
+    for member in shape:
+        body = body[member]
+    assert not shape or body == SCHEMA
+
+
+@pytest.mark.parametrize(("schema", "why"), [("{", "not JSON"), ("[]", "an object"), ("[" * 70 + "]" * 70, "an object")])
+def test_a_schema_that_is_none_is_refused_by_its_field(schema: str, why: str) -> None:
+    with pytest.raises(AskRefused, match=why) as refused:
+        read_ask(json.dumps({**form(), "schema": schema}).encode())
+    assert refused.value.param == "schema"
+
+
+def test_a_conversation_is_bounded() -> None:
+    turns = [{"role": "user", "text": "x"}] * (limits().console.playground_turns + 1)
+    with pytest.raises(AskRefused, match="at most"):
+        read_ask(json.dumps({**form(), "turns": turns}).encode())
 
 
 CALL = Call(path="/v1/chat/completions", body=b"{}", headers={"authorization": "Bearer mst_x"})
