@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
+from django.utils.functional import Promise
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from core.limits import limits
 from gateway.models import Model, RequestRecord
@@ -20,13 +23,13 @@ from wire.ids import parse_id
 
 PARTS = Weights.__struct_fields__
 """The parts of a score, in the order in which weights and candidates have them."""
-_REASONS = {
-    "score": "It had the best score, or one as good as the best and less to do.",
-    "affinity": "It had the best score, and its session or the beginning of its prompt had been there before.",
-    "least_load": "Nothing but the load of the nodes was known; it had the least to do.",
-    "preferred": "The caller asked for it (prefer_gpu).",
-    "only_free": "No other node had a free slot.",
-    "waited": "The request waited, and this was the first slot that became free.",
+_REASONS: dict[str, str | Promise] = {
+    "score": gettext_lazy("It had the best score, or one as good as the best and less to do."),
+    "affinity": gettext_lazy("It had the best score, and its session or the beginning of its prompt had been there before."),
+    "least_load": gettext_lazy("Nothing but the load of the nodes was known; it had the least to do."),
+    "preferred": gettext_lazy("The caller asked for it (prefer_gpu)."),
+    "only_free": gettext_lazy("No other node had a free slot."),
+    "waited": gettext_lazy("The request waited, and this was the first slot that became free."),
 }
 
 
@@ -97,7 +100,8 @@ def explain_decision(record: RequestRecord) -> DecisionFacts:
     """Return why a request went to its node; no query."""
     decision = _read(record.decision)
     if decision is None:
-        text = "There was no other node to choose, or decisions were not recorded." if record.node_id else "It got no node."
+        no_choice = _("There was no other node to choose, or decisions were not recorded.")
+        text = no_choice if record.node_id else _("It got no node.")
         return DecisionFacts("", text, record.node_name, {}, ())
     scored = tuple(
         ScoredNode(
@@ -115,30 +119,43 @@ def explain_decision(record: RequestRecord) -> DecisionFacts:
     if decision.session_node or decision.prefix:
         affinity = AffinityFacts(decision.session_by, decision.session_node, decision.prefix / 1000)
     return DecisionFacts(
-        decision.reason, _REASONS.get(decision.reason, ""), record.node_name, weights, scored, waited, affinity
+        decision.reason, str(_REASONS.get(decision.reason, "")), record.node_name, weights, scored, waited, affinity
     )
 
 
 def _say_wait(waited: QueueFacts) -> str:
-    return (
-        f"It waited {waited.waited_ms / 1000:.1f} s with {waited.tier} priority, from place {waited.position}; "
-        f"the estimate was {waited.estimate_ms / 1000:.1f} s."
-    )
+    return _("It waited %(waited).1f s with %(tier)s priority, from place %(position)d; the estimate was %(estimate).1f s.") % {
+        "waited": waited.waited_ms / 1000,
+        "tier": waited.tier,
+        "position": waited.position,
+        "estimate": waited.estimate_ms / 1000,
+    }
 
 
 def _say_affinity(affinity: AffinityFacts, facts: DecisionFacts) -> list[str]:
     said = []
-    if affinity.session_node:
-        session = "Its key" if affinity.session_by == "key" else f"Its session ({affinity.session_by})"
-        last = f"{session} was at {affinity.session_node} last"
-        if affinity.session_node == facts.node:
-            said.append(f"{last}.")
-        else:
-            compared = {one.node: one.parts["affinity"] for one in facts.candidates}
-            why = {None: "which had no free slot or was not compared", 0.0: "which counted for nothing, having more to do"}
-            said.append(f"{last}, {why.get(compared.get(affinity.session_node), 'which others outweighed')}.")
+    values = {"session": affinity.session_by, "node": affinity.session_node}
+    is_key = affinity.session_by == "key"
+    if affinity.session_node == facts.node and affinity.session_node:
+        sentence = _("Its key was at %(node)s last.") if is_key else _("Its session (%(session)s) was at %(node)s last.")
+        said.append(sentence % values)
+    elif affinity.session_node:
+        compared = {one.node: one.parts["affinity"] for one in facts.candidates}
+        last = (
+            _("Its key was at %(node)s last, %(why)s.")
+            if is_key
+            else _("Its session (%(session)s) was at %(node)s last, %(why)s.")
+        )
+        why = {
+            None: _("which had no free slot or was not compared"),
+            0.0: _("which counted for nothing, having more to do"),
+        }.get(compared.get(affinity.session_node), _("which others outweighed"))
+        said.append(last % {**values, "why": why})
     if affinity.prefix:
-        said.append(f"{facts.node} had been sent the first {affinity.prefix:.0%} of the prompt before.")
+        said.append(
+            _("%(node)s had been sent the first %(percent)d%% of the prompt before.")
+            % {"node": facts.node, "percent": round(100 * affinity.prefix)}
+        )
     return said
 
 

@@ -139,10 +139,10 @@ def read_page(wanted: RequestFilter, *, before: Cursor | None, size: int) -> Req
     if before is not None:
         found = found.filter(created_at__lte=before.at).exclude(created_at=before.at, id__gte=before.record_id)
     newest = found.order_by("-created_at", "-id")
+    records: tuple[RequestRecord, ...] = ()
     if rest is None:
         records = tuple(newest[: size + 1])
         return RequestPage(records[:size], _point_at(records[size - 1]) if len(records) > size else None, None)
-    records: tuple[RequestRecord, ...] = ()
     horizon: datetime | None = None
     for most in (limits().gateway.page_scanned_first, limits().gateway.page_scanned_records):
         horizon = find_scan_start(found, most=most)

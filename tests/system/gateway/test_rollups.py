@@ -266,21 +266,21 @@ def test_days_are_summed_up_by_name_the_first_ones_each_and_the_others_together(
     with CaptureQueriesContext(connection) as queries:
         named, others = rollups.read_totals(part, most=1, order=Order.REQUESTS)
         first = rollups.read_first_names(part, most=2, order=Order.REQUESTS)
-        days = rollups.read_days(part, most=9)
+        by_day = rollups.read_days(part, most=9)
     assert len(queries) == 3
     assert [(one.name, one.sums.requests) for one in named] == [("big", 4)]
     assert others is not None
     assert (others.requests, others.cached_tokens, others.node_ms) == (6, 12, 0)
     assert (first, len(part.starts)) == (["big", "low"], 7)
-    assert {name: [day.requests for day in of_name[-3:]] for name, of_name in days.items()} == {
+    assert {name: [day.requests for day in of_name[-3:]] for name, of_name in by_day.items()} == {
         "big": [0, 0, 4], "low": [1, 0, 2], "mid": [0, 3, 0],
     }  # fmt: skip
     of_one = rollups.Part(7, Dimension.TENANT_MODEL, tenant="low")
     assert rollups.read_totals(of_one, most=9, order=Order.REQUESTS)[0][0].name == "low\nm"
     assert list(rollups.read_days(rollups.Part(7, Dimension.TENANT, names=("mid",)), most=9)) == ["mid"]
-    first = rollups.read_first_day()
-    assert first is not None
-    assert (datetime.now(UTC) - first).days == 8
+    first_day = rollups.read_first_day()
+    assert first_day is not None
+    assert (datetime.now(UTC) - first_day).days == 8
 
 
 @pytest.mark.parametrize("span", [timedelta(minutes=15), timedelta(hours=6), timedelta(days=1), timedelta(days=7)])
