@@ -231,60 +231,55 @@ class Flow:
 def _make_key(walk: Walk) -> None:
     walk.press("Access", within="nav")
     walk.choose("a[href$='/apikey/add/']:visible")
-    walk.page.locator("[name=name]").first.fill(f"timed {int(time.time())}")
-    tenant = walk.page.locator("select[name=tenant]")
-    if tenant.count():
-        tenant.first.select_option(index=1)
-    walk.press("Create")
-    walk.press("Send")
-    walk.see("repeats what it hears")
+    walk.page.locator("main [name=name]").first.fill(f"timed {int(time.time())}")
+    walk.page.locator("main select[name=tenant]").select_option(label="support-bot")
+    walk.press("Create", within="main")
+    walk.press("Send", within="main")
+    walk.see("You asked")
 
 
 def _find_words(walk: Walk) -> None:
     walk.choose("main a[href*='requestrecord'][href*='state=']")
-    walk.choose(
-        "main table tbody tr:has-text('FAILED') a[href*='/requestrecord/'], main table tbody a[href*='/requestrecord/']"
-    )
-    walk.page.get_by_text("CUDA error").or_(walk.page.get_by_text("the engine closed the connection")).first.wait_for()
+    walk.choose("main tbody tr:has-text('the engine failed') a[href*='/requestrecord/']")
+    walk.see("The engine said")
 
 
 def _ask_reboot(walk: Walk) -> None:
     walk.choose("main a[href*='/nodes/node/'][href$='/change/']:text-is('gaia')")
-    walk.page.get_by_text("safe to power off").or_(walk.page.get_by_text("May I power it off")).first.wait_for()
+    walk.see("May I power it off")
 
 
 def _deploy(walk: Walk) -> None:
     walk.press("Models", within="nav")
     walk.press("Catalogue")
     walk.press("Deploy", within="main")
-    reason = walk.page.locator("[name=reason]")
-    if reason.count():
-        reason.first.fill("To try it.")
     walk.press("Request approval", within="main")
-    walk.page.wait_for_url("**/approvals/*/")
-    said = walk.page.locator("body").inner_text()
-    op_id = next(word for word in said.split() if word.startswith("op_"))
+    operation = walk.page.locator("main a[href^='/approvals/']").first
+    operation.wait_for()
+    op_id = str(operation.get_attribute("href")).strip("/").rpartition("/")[2]
     manage = [sys.executable, str(ROOT / "muster"), "manage", "--data", str(walk.demo.data), "demo_fleet"]
-    subprocess.run([*manage, "--data", str(walk.demo.data), "--sign", op_id], check=True, stdout=subprocess.DEVNULL)
-    walk.page.get_by_text("succeeded").or_(walk.page.get_by_text("Succeeded")).first.wait_for()
+    subprocess.run([*manage, f"--data={walk.demo.data}", "--sign", op_id], check=True, stdout=subprocess.DEVNULL)
+    walk.page.get_by_text("clients may ask it").or_(walk.page.get_by_text("Ask it something")).first.wait_for(timeout=60_000)
 
 
 def _add_node(walk: Walk) -> None:
     walk.press("Nodes", within="nav")
-    walk.press("Add node")
-    command = walk.page.locator("pre:visible, code:visible").filter(has_text="muster node").first
-    command.wait_for(timeout=5_000)
-    words = command.inner_text()
-    token = next(word.strip("'\"") for word in words.replace("=", " ").split() if word.strip("'\"").startswith("msw_"))
-    node = subprocess.Popen(
-        [sys.executable, str(ROOT / "muster"), "node", "--gateway", walk.demo.gateway_url, "--token", token, "--name", "timed"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        walk.page.get_by_text("connected").first.wait_for(timeout=90_000)
-    finally:
-        node.terminate()
-        node.wait()
+    walk.press("Add node", within="main")
+    walk.page.locator("main [name=name]").first.fill(f"timed-{int(time.time())}")
+    walk.press("Show the command", within="main")
+    walk.see("What the node has reached")
+    lines = walk.page.locator("main").inner_text().splitlines()
+    command = next(line for line in lines if line.startswith("./muster node ")).split()
+    with tempfile.TemporaryDirectory(prefix="muster-node-") as folder:
+        options = [*command[1 : command.index("--data")], "--data", folder]
+        node = subprocess.Popen(
+            [sys.executable, str(ROOT / "muster"), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            walk.page.get_by_text("Waiting for the node to connect").first.wait_for(state="hidden", timeout=90_000)
+        finally:
+            node.terminate()
+            node.wait()
 
 
 FLOWS = (
