@@ -209,7 +209,7 @@ class Shell:
     """What stands around a page.
 
     ``crumbs``: the way to it, the page itself last. ``title``: its name for the browser's tab; ``name``: of its entry.
-    ``problems``: the way to what needs attention, and how much that is.
+    ``problems``: the way to what needs attention, and how much that is. ``is_front``: the page is a tab's own.
     """
 
     entries: tuple[Link, ...] = ()
@@ -218,6 +218,7 @@ class Shell:
     heading: Words = ""
     title: Words = ""
     name: Words = ""
+    is_front: bool = False
     problems: Link | None = None
 
 
@@ -278,7 +279,8 @@ class _Place:
             crumbs.append(Link(heading))
         return Shell(
             tabs=tabs if len(tabs) > 1 else (),
-            crumbs=(*crumbs[:-1], Link(crumbs[-1].label)),
+            crumbs=(*crumbs[:-1], Link(crumbs[-1].label)) if is_front or heading else tuple(crumbs),
+            is_front=is_front,
             heading=label if is_front else heading,
             title=label if is_front or not heading else f"{heading} | {label}",
             name=name,

@@ -69,6 +69,10 @@ def test_a_row_and_what_is_done_to_it_stand_under_their_tab() -> None:
     assert ("Nodes", "true") in read_links(page, "mst-tabs")
     page = client.get(reverse("admin:nodes_node_confirm", args=[node.pk, "cordon"])).content.decode()
     assert read_links(page, "mst-crumbs") == [("Nodes", ""), ("Cordon: rack-2?", "page")]
+    page = client.get(reverse("approvals:freeze")).content.decode()
+    assert read_links(page, "mst-crumbs") == [("Approvals", ""), ("Policy", ""), ("Freeze all operations", "page")]
+    page = client.get(reverse("signin:keys")).content.decode()
+    assert read_links(page, "mst-crumbs") == [("My keys", "page")]
 
 
 @pytest.mark.parametrize(
