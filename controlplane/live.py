@@ -242,7 +242,7 @@ class OverviewFeed:
             self._woken.clear()
             await asyncio.sleep(limits().console.push_pause_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(limits().console.push_s - limits().console.push_pause_s):
+                async with asyncio.timeout(limits().console.push_overview_s - limits().console.push_pause_s):
                     await self._woken.wait()
 
     def look(self, pages: Sequence[FollowedPage], number: int) -> dict[_Topic, _Pieces]:

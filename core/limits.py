@@ -949,6 +949,7 @@ class ConsoleLimits:
     push_changes_s: float = bound(0.5, "s", "A page on which a model is loaded or an operation runs gets its next push.")
     # A storm of hints costs at most four looks a second and page.
     push_pause_s: float = bound(0.25, "s", "A page is pushed to again.")
+    push_overview_s: float = bound(4.0, "s", "Open Overviews get their next push.")
     push_sums_s: float = bound(10.0, "s", "An open Overview gets its charts and figures anew.")
     push_check_s: float = bound(10.0, "s", "An open Overview whose session has ended is closed.")
     overview_nodes: int = bound(20, "nodes", "Further nodes are counted on Overview instead.")
