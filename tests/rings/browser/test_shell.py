@@ -52,6 +52,7 @@ def test_the_palette_is_used_by_keyboard_alone(visit: Visit) -> None:
     in_database(make_rows)
     visit.sign_in()
     page = visit.page
+    page.wait_for_load_state()  # by then its scripts have run
     page.keyboard.press("Control+k")
     palette = page.get_by_role("dialog", name="Search")
     options = palette.get_by_role("option")
@@ -62,6 +63,7 @@ def test_the_palette_is_used_by_keyboard_alone(visit: Visit) -> None:
     assert find_violations(page, "html", impacts=EVERY_IMPACT) == []
     page.keyboard.press("Enter")
     page.wait_for_url("**/change/drain/")
+    page.wait_for_load_state()
     page.keyboard.press("Control+k")
     page.keyboard.type("nothing of the kind")
     expect(palette.get_by_role("status")).to_have_text("Nothing found for “nothing of the kind”.")
