@@ -134,6 +134,7 @@ class GovernanceLimits:
     # The clock of a telephone may be wrong.
     one_time_password_steps: int = bound(1, "steps", "A code that is off by more steps of 30 s is refused.")
     key_label_chars: int = bound(80, "characters", "A longer name of an approver's key is refused.")
+    shown_digest_chars: int = bound(12, "characters", "A longer digest in the audit list is cut.")
     token_name_chars: int = bound(80, "characters", "A longer name of an admin token is refused.")
     token_use_s: float = bound(60.0, "s", "The use of an admin token is stored again.")
 

@@ -16,6 +16,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from core.limits import limits
 from governance.models import AuditEvent
 from wire.ids import parse_id
 
@@ -129,7 +130,6 @@ LISTS = {
 }
 """The list in which a target is found, by the first part of an action."""
 _DIGEST = re.compile(r"[0-9a-f]{32,}")
-_SHOWN_CHARS = 12
 _ACTORS = {
     "system": gettext_lazy("Muster ({name})"),
     "node": gettext_lazy("node {name}"),
@@ -187,4 +187,4 @@ def _print(value: object) -> str:
         case dict():
             return ", ".join(f"{key} {text}" for key, inner in value.items() if (text := _print(inner)))
     text = str(value)
-    return f"{text[:_SHOWN_CHARS]}…" if _DIGEST.fullmatch(text) else text
+    return f"{text[: limits().governance.shown_digest_chars]}…" if _DIGEST.fullmatch(text) else text
