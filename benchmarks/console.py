@@ -228,7 +228,7 @@ def list_paths() -> list[tuple[str, str]]:
         for tab in entry.tabs:
             name = str(entry.label) if str(tab.label) == str(entry.label) else f"{entry.label} › {tab.label}"
             found.append((name, tab.url))
-            if ":" not in tab.name:
+            if "." in tab.name:
                 rows = apps.get_model(tab.name).objects.order_by("-pk")
                 row = rows.filter(name="atlas").first() if tab.name == "nodes.node" else rows.first()
                 if row is not None:
