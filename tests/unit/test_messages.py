@@ -30,3 +30,12 @@ def test_a_translation_has_the_values_of_its_text(language: str) -> None:
             if text and not (found <= wanted and (len(texts) > 1 or found == wanted)):
                 wrong.append((texts[0], text))
     assert not wrong
+
+
+@pytest.mark.parametrize("language", messages.LANGUAGES)
+def test_every_text_of_the_tree_is_translated(language: str) -> None:
+    catalogue = messages.read_catalogue(language)
+    found = {message.id for message in messages.collect() if message.id}
+    known = {message.id for message in catalogue if message.id}
+    assert found == known, "run ./muster messages"
+    assert messages.find_missing(catalogue) == [], "write them into controlplane/locale, then run ./muster messages"

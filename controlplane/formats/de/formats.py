@@ -4,4 +4,5 @@ from __future__ import annotations
 
 DATE_FORMAT = SHORT_DATE_FORMAT = "d.m.Y"
 TIME_FORMAT = "H:i:s"
-DATETIME_FORMAT = SHORT_DATETIME_FORMAT = "d.m.Y H:i:s"
+DATETIME_FORMAT = "d.m.Y H:i:s"
+SHORT_DATETIME_FORMAT = "d.m.Y H:i"
