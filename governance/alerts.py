@@ -105,7 +105,7 @@ def _write(found: Mapping[Key, Problem], now: datetime) -> bool:
     is_open = {(row.kind, row.object_type, row.object_id): row for row in Alert.objects.filter(ended_at=None)}
     silences = {
         (one.kind, one.object_type, one.object_id): one
-        for one in (AlertSilence.objects.filter(until__gt=now) if found.keys() - is_open.keys() else ())
+        for one in (AlertSilence.objects.filter(until__gt=now) if set(found) - set(is_open) else ())
     }
     begun, changed, seen = [], [], []
     for key, problem in found.items():
