@@ -464,7 +464,7 @@ class Callers:
         """Ask until cancelled."""
         with ThreadPoolExecutor(24, thread_name_prefix="caller") as pool:
             loop = asyncio.get_running_loop()
-            while self.per_minute:
+            while True:
                 (tenant,) = self._draw.choices(TENANTS, [one.share for one in TENANTS])
                 (model,) = self._draw.choices([name for name, _ in tenant.models], [weight for _, weight in tenant.models])
                 if BY_NAME[model].endpoint in {CHAT, EMBEDDINGS} and self.keys.get(tenant.name):

@@ -377,7 +377,8 @@ async def _play(kept: Kept, *, gateway: str, per_minute: float, nodes: int, on_r
     try:
         await asyncio.gather(*(one.is_connected.wait() for one in scripted))
         await _start_drains(here, callers, kept)
-        tasks.append(asyncio.create_task(callers.run()))
+        if per_minute:
+            tasks.append(asyncio.create_task(callers.run()))
         if nodes:
             tasks.append(asyncio.create_task(scale.keep_fresh()))
         on_ready()
