@@ -7,6 +7,8 @@ const DAY_S = 86400;
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]]; // not by colour alone
 // Whole numbers of what is counted: there is no half request. Of memory, whole powers of two.
 const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+// Seconds between two labels of the time axis; never less than a step, or a day would have two labels.
+const TIME_INCREMENTS = [1, 5, 15, 30, 60, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 1209600, 2592000];
 const INCREMENTS = { requests: WHOLE, tokens: WHOLE, MiB: [...Array(40).keys()].map((power) => 2 ** power) };
 const language = document.documentElement.lang || "en";
 const zoned = (options) => new Intl.DateTimeFormat(language, { timeZone: "UTC", hourCycle: "h23", ...options });
@@ -211,7 +213,7 @@ class MusterChart extends HTMLElement {
             height: area.clientHeight,
             tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
             legend: { show: false },
-            padding: [8, 16, 0, 0],
+            padding: [8, 24, 0, 0],
             series: [{}, ...(this.#data.is_stacked ? series.reverse() : series)],
             scales: {
                 x: { time: true, range: (plot, min, max) => [min, max] },
@@ -223,6 +225,7 @@ class MusterChart extends HTMLElement {
                     grid: { ...grid, show: false },
                     size: 36,
                     space: 60,
+                    incrs: TIME_INCREMENTS.filter((seconds) => seconds >= step),
                     values: (plot, splits, axis, space, every) => printTimes(splits, Math.max(every, step)),
                 },
                 {
