@@ -26,7 +26,7 @@ from core.admin_pages import name_actor
 from core.errors import ContractError
 from core.limits import limits
 from core.models import User
-from gateway.admin.callers import describe_key
+from gateway.admin.callers import choose_chat_model, describe_key
 from gateway.services.keys import create_api_key
 from gateway.services.models import allow_model, list_offers
 from gateway.services.tenants import list_tenants
@@ -193,7 +193,8 @@ def _prepare_trial(request: HttpRequest, credential_id: int) -> tuple[Trial, boo
         raise PermissionDenied
     wanted, allowed = request.POST.get("node", ""), set(list_offers().models)
     node = next((one for one in read_reached(credential_id) if one.name == wanted), None)
-    model = next((name for name in node.models if name in allowed), "") if node is not None else ""
+    models = [name for name in node.models if name in allowed] if node is not None else []
+    model = choose_chat_model(models)
     tenants = [tenant.name for tenant in list_tenants() if tenant.is_active]
     if node is None or not model or not tenants:
         raise AskRefused(_("The node has no model that clients may use, or no tenant is enabled."))

@@ -48,7 +48,7 @@ from gateway.services.requests import find_request
 from gateway.services.tenants import list_tenants
 from gateway.values import TICKETS_PATH
 from governance.web.pages import ADMIN_POLICY, describe_refusal, refuse, script_answer
-from nodes.services.availability import read_fleet
+from nodes.services.availability import list_models_without, read_fleet
 from nodes.services.tickets import list_ticket_origins
 from wire import clock
 from wire.credentials import CredentialKind, parse_keyid
@@ -122,14 +122,19 @@ def show_playground(request: HttpRequest) -> HttpResponse:
     if not may_play(request):
         raise PermissionDenied
     offers, fleet, origins = list_offers(), read_fleet(), list_ticket_origins(limits().console.playground_nodes)
-    served = fleet.served_models
+    served, silent, wanted = (
+        fleet.served_models,
+        list_models_without(SURFACES[SurfaceName.CHAT].path),
+        request.GET.get("model", ""),
+    )
+    chatty = () if wanted else tuple(name for name in offers.models if name not in silent)
     tenants = [tenant.name for tenant in list_tenants() if tenant.is_active]
     context: dict[str, Any] = {  # Any: Django's template context
         **admin.site.each_context(request),
         "title": _("Playground"),
         "surfaces": SURFACES.values(),
         "models": [(name, name in served) for name in offers.models],
-        "chosen_model": choose_model(offers.models, free=fleet.free_models, served=served, wanted=request.GET.get("model", "")),
+        "chosen_model": choose_model(chatty or offers.models, free=fleet.free_models, served=served, wanted=wanted),
         "is_any_served": not served.isdisjoint(offers.models),
         "aliases": offers.aliases,
         "may_lend": may_lend(request),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
@@ -58,7 +58,10 @@ from gateway.services.tenants import (
     enable_tenant,
 )
 from gateway.values import MILLION, Budget, BudgetKind, Dimension, Priority
+from nodes.services.availability import list_models_without, read_served_models
 from wire import clock
+
+CHAT_PATH = "/v1/chat/completions"
 
 
 def limit_field(label: Text, help_text: Text) -> forms.IntegerField:
@@ -295,16 +298,23 @@ def _offer_key_raise(key: ApiKey, values: Values) -> Offer:
 def describe_key(key: ApiKey, text: str) -> Created:
     """Return the page that shows a key: where clients send it, and how each client is told."""
     base = str(settings.GATEWAY_PUBLIC_URL).rstrip("/")
-    allowed = Model.objects.filter(allowed=True).order_by("name").values_list("name", flat=True).first()
-    name = next(iter(key.allowed_models), allowed) or AUTO
+    allowed = list(Model.objects.filter(allowed=True).order_by("name").values_list("name", flat=True))
+    name = choose_chat_model(key.allowed_models or allowed) or AUTO
     steps = list_clients(base=base, key=text, model=name)
-    if allowed is None:
+    if not allowed:
         models_url = reverse("admin:gateway_model_changelist")
         steps.insert(0, NextStep(_("Clients may not use any model yet. Allow one first"), url=models_url))
     usage = _("Base URL for OpenAI's clients: %(openai)s. For Anthropic's clients: %(anthropic)s.") % {
         "openai": f"{base}/v1", "anthropic": base,
     }  # fmt: skip
-    return Created(row=key, secret=text, usage=usage, steps=tuple(steps), trial=name if allowed is not None else "")
+    return Created(row=key, secret=text, usage=usage, steps=tuple(steps), trial=name if allowed else "")
+
+
+def choose_chat_model(names: Sequence[str]) -> str:
+    """Return the model that a first question goes to: one that a node serves and that answers chats; "" of none."""
+    silent, served = list_models_without(CHAT_PATH), read_served_models()
+    chatty = [name for name in names if name not in silent] or list(names)
+    return next(iter([name for name in chatty if name in served] or chatty), "")
 
 
 def list_clients(*, base: str, key: str, model: str) -> list[NextStep]:

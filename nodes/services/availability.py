@@ -339,6 +339,16 @@ def _is_plain() -> Q:
     ) & ~Q(presence__replicas__contains=[{"state": "failed"}])
 
 
+def list_models_without(path: str) -> frozenset[str]:
+    """Return the models that nodes have and that none of them answers on an API path, such as embeddings on chat; one query."""
+    declared = Node.objects.values_list("model_names", "model_endpoints")
+    answering: dict[str, bool] = {}
+    for names, endpoints in declared:
+        for name in names:
+            answering[name] = answering.get(name, False) or path in (endpoints or {}).get(name, [path])
+    return frozenset(name for name, does in answering.items() if not does)
+
+
 def read_served_models() -> frozenset[str]:
     """Return the models that nodes can be asked for at this moment; one query."""
     return read_fleet().served_models

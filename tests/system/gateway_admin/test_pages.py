@@ -18,6 +18,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.commands.people import let_propose
+from gateway.admin.callers import CHAT_PATH, choose_chat_model
 from gateway.admin.requests import EstimatedPaginator
 from gateway.errors import GatewayError
 from gateway.models import ApiKey, GatewayProcess, Model, RequestDay, RequestRecord, StoredResponse, Tenant
@@ -32,7 +33,17 @@ from nodes.services.availability import Has, ServingNode
 from nodes.states import Unavailable
 from tests.fakes.clock import shift_clock
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_operator, make_record, make_tenant
+from tests.fakes.nodes import (
+    ACTOR,
+    audited,
+    make_gateway,
+    make_key,
+    make_node,
+    make_operator,
+    make_presence,
+    make_record,
+    make_tenant,
+)
 from wire.contract import ErrorCode, RequestState
 from wire.ids import new_uuid7
 
@@ -130,6 +141,14 @@ def test_a_rotated_key_has_a_new_text_that_is_shown_once_and_keeps_all_else(boss
     assert (rotated.pk, rotated.name, rotated.budgets) == (key.pk, key.name, key.budgets)
     assert "no-store" in page["Cache-Control"]
     assert audited("api_key.rotate")[0].detail == {"from": key.keyid, "keyid": rotated.keyid}
+
+
+def test_a_first_question_goes_to_a_served_model_that_answers_chats() -> None:
+    make_presence(make_node("a", model_names=["bge"], model_endpoints={"bge": ["/v1/embeddings"]}))
+    make_presence(make_node("b", model_names=["mixed", "tiny"], model_endpoints={"mixed": [CHAT_PATH]}))
+    make_presence(make_node("c", model_names=["mixed"], model_endpoints={"mixed": ["/v1/embeddings"]}))
+    asked = (["bge", "tiny"], ["bge", "gone", "mixed"], ["bge", "gone"], ["bge"], [])
+    assert [choose_chat_model(names) for names in asked] == ["tiny", "mixed", "gone", "bge", ""]
 
 
 def test_lists_of_callers_say_what_they_were_used_for(boss: Client) -> None:
