@@ -17,10 +17,12 @@ from django.db.models import Count, Q, QuerySet
 from django.forms import ModelForm
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 from django.views.decorators.cache import never_cache
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
 
 from core.admin_pages import ChangeLink, FindingAdmin, column, name_actor
 from core.models import User
@@ -53,11 +55,37 @@ class OperatorCreationForm(UserCreationForm):  # type: ignore[misc]  # Unfold sh
         self.fields["username"].help_text = name_help
 
 
+class OperatorForm(UserChangeForm):  # type: ignore[misc]  # Unfold ships no types
+    """The page of a person."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: Django's form arguments
+        super().__init__(*args, **kwargs)
+        if "password" in self.fields:
+            kept, change = _("Muster stores only a hash of it."), _("Change the password")
+            text = format_html('{} <a class="mst-link" href="../password/">{}</a>', kept, change)
+            self.fields["password"].help_text = text
+
+
+class TickingAdmin(FindingAdmin):
+    """Lets groups and permissions be ticked: the two lists of Django's own script have no names for screen readers."""
+
+    filter_horizontal = ()
+
+    def formfield_for_manytomany(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:  # Any: Django's
+        """Return check boxes instead of two lists to move rows between."""
+        field = super().formfield_for_manytomany(db_field, request, **kwargs)
+        if field is not None:
+            field.widget = UnfoldAdminCheckboxSelectMultipleWidget(choices=field.choices)
+            field.help_text = ""
+        return field
+
+
 @admin.register(User)
-class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc]  # not generic at run time; Unfold has no types
+class UserAdmin(DjangoUserAdmin, TickingAdmin):  # type: ignore[type-arg, misc]  # not generic at run time; Unfold has no types
     """Operators. Switched off, never deleted: the audit trail names them."""
 
-    form = UserChangeForm
+    form = OperatorForm
+    filter_horizontal = ()
     add_form = OperatorCreationForm
     add_form_template = None
     add_fieldsets = (
@@ -193,10 +221,11 @@ admin.site.unregister(Group)
 
 
 @admin.register(Group)
-class GroupAdmin(DjangoGroupAdmin, FindingAdmin):  # type: ignore[misc]  # Unfold has no types
+class GroupAdmin(DjangoGroupAdmin, TickingAdmin):  # type: ignore[misc]  # Unfold has no types
     """Named sets of permissions."""
 
     actions = None
+    filter_horizontal = ()
 
     def has_add_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
         # Administrators alone: whoever is in a group could give it more.

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 from django.db.models import Count
 from django.urls import reverse
+from django.utils.formats import number_format
 from django.utils.functional import Promise
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
@@ -199,7 +200,7 @@ def _judge_fit(telemetry: NodeTelemetry, estimate_mb: int | None, *, is_on_cpu: 
 
 
 def _print_mb(mb: int) -> str:
-    return f"{mb / 1024:.1f} GiB" if mb >= 1024 else f"{mb} MiB"
+    return f"{number_format(mb / 1024, decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
 
 
 def _read_requests(node: Node, span: str, _before: str) -> Context:

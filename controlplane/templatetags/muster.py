@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 
 from django import template
+from django.utils.formats import get_format, number_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext as _
 
 from gateway.services.waterfalls import print_ms
 from wire import clock
@@ -20,13 +22,13 @@ _SCALES = ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k"))
 @register.filter
 def age(seconds: float | None) -> str:
     """Return how long ago something was, in its largest fitting unit."""
-    return "never" if seconds is None else f"{print_duration(seconds)} ago"
+    return _("never") if seconds is None else _("%(time)s ago") % {"time": print_duration(seconds)}
 
 
 @register.filter
 def seconds(milliseconds: int) -> str:
     """Return milliseconds as seconds with three significant digits, without the unit."""
-    return f"{milliseconds / 1000:.3g}" if milliseconds < 100_000 else f"{milliseconds / 1000:.0f}"
+    return _localize(milliseconds / 1000) if milliseconds < 100_000 else f"{milliseconds / 1000:.0f}"
 
 
 @register.filter
@@ -42,7 +44,7 @@ def compact(value: int) -> str:
     """Return a count with three significant digits: 950, 2.75M."""
     for size, letter in _SCALES:
         if value >= size:
-            return f"{value / size:.3g}{letter}"
+            return f"{_localize(value / size)}{letter}"
     return str(value)
 
 
@@ -57,7 +59,7 @@ def memory(mb: int | None) -> str:
     """Return MiB as a page shows them: 512 MiB, 17.5 GiB; a dash when not known."""
     if mb is None:
         return "–"
-    return f"{mb / 1024:.1f} GiB" if mb >= 1024 else f"{mb} MiB"
+    return f"{number_format(mb / 1024, decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
 
 
 @register.filter
@@ -80,3 +82,8 @@ def print_duration(duration_s: float) -> str:
 
 def _measure(milliseconds: int) -> tuple[str, str]:
     return (str(milliseconds), "ms") if milliseconds < 1000 else (seconds(milliseconds), "s")
+
+
+def _localize(value: float) -> str:
+    """Return a number with three significant digits as the language of the page writes it."""
+    return f"{value:.3g}".replace(".", get_format("DECIMAL_SEPARATOR"))
