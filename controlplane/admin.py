@@ -69,8 +69,6 @@ class OperatorForm(UserChangeForm):  # type: ignore[misc]  # Unfold ships no typ
 class TickingAdmin(FindingAdmin):
     """Lets groups and permissions be ticked: the two lists of Django's own script have no names for screen readers."""
 
-    filter_horizontal = ()
-
     def formfield_for_manytomany(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:  # Any: Django's
         """Return check boxes instead of two lists to move rows between."""
         field = super().formfield_for_manytomany(db_field, request, **kwargs)

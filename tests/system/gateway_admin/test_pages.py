@@ -147,7 +147,7 @@ def test_a_first_question_goes_to_a_served_model_that_answers_chats() -> None:
     make_presence(make_node("a", model_names=["bge"], model_endpoints={"bge": ["/v1/embeddings"]}))
     make_presence(make_node("b", model_names=["mixed", "tiny"], model_endpoints={"mixed": [CHAT_PATH]}))
     make_presence(make_node("c", model_names=["mixed"], model_endpoints={"mixed": ["/v1/embeddings"]}))
-    asked = (["bge", "tiny"], ["bge", "gone", "mixed"], ["bge", "gone"], ["bge"], [])
+    asked: tuple[list[str], ...] = (["bge", "tiny"], ["bge", "gone", "mixed"], ["bge", "gone"], ["bge"], [])
     assert [choose_chat_model(names) for names in asked] == ["tiny", "mixed", "gone", "bge", ""]
 
 
