@@ -200,7 +200,7 @@ def _judge_fit(telemetry: NodeTelemetry, estimate_mb: int | None, *, is_on_cpu: 
 
 
 def _print_mb(mb: int) -> str:
-    return f"{number_format(mb / 1024, decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
+    return f"{number_format(round(mb / 1024, 1), decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
 
 
 def _read_requests(node: Node, span: str, _before: str) -> Context:

@@ -59,7 +59,7 @@ def memory(mb: int | None) -> str:
     """Return MiB as a page shows them: 512 MiB, 17.5 GiB; a dash when not known."""
     if mb is None:
         return "–"
-    return f"{number_format(mb / 1024, decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
+    return f"{number_format(round(mb / 1024, 1), decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
 
 
 @register.filter

@@ -495,7 +495,7 @@ def brief_live(target: Target, model: str | None) -> Iterator[str]:
 
 def print_memory(mb: int) -> str:
     """Return memory as a page shows it: 512 MiB, 17.5 GiB."""
-    return f"{number_format(mb / 1024, decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
+    return f"{number_format(round(mb / 1024, 1), decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
 
 
 def judge_live(target: Target, model: str | None, *, fate: str) -> Iterator[Impact]:
