@@ -40,14 +40,15 @@ def look(wanted: Sequence[str], data: Path | None) -> int:
         with (
             tempfile.TemporaryDirectory(prefix="muster-console-") as folder,
             open_demo(data or Path(folder) / "data") as demo,
-            open_browser() as browser,
         ):
-            if "axe" in wanted:
-                missed += check_axe(browser, demo)
-            if "lighthouse" in wanted:
-                missed += check_lighthouse(demo, list_paths(open_page(browser, demo)))
-            if "flows" in wanted:
-                missed += time_flows(browser, demo)
+            with open_browser() as browser:
+                if "axe" in wanted:
+                    missed += check_axe(browser, demo)
+                if "flows" in wanted:
+                    missed += time_flows(browser, demo)
+                paths = list_paths(open_page(browser, demo)) if "lighthouse" in wanted else []
+            if paths:  # it starts a Chromium of its own, and Playwright runs one at a time
+                missed += check_lighthouse(demo, paths)
     except (LauncherError, BenchmarkError) as error:
         print(f"muster bench: {error}", file=sys.stderr)
         return 2
