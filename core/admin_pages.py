@@ -157,6 +157,17 @@ class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
     removed_because: ClassVar[Text] = gettext_lazy("It may have been removed.")
     """Why there may be none, as a sentence."""
 
+    @property
+    def media(self) -> forms.Media:
+        """Return what every page needs, without Django's script of windows in which related rows are added.
+
+        No page of ours opens one, and its listener for ``unload`` keeps browsers from going back in an instant.
+        """
+        media: forms.Media = super().media
+        # Django merges media and takes nothing out, and its stubs do not show what they hold.
+        scripts = [one for one in media._js if not str(one).endswith("/RelatedObjectLookups.js")]  # type: ignore[attr-defined]  # noqa: SLF001
+        return forms.Media(css=media._css, js=scripts)  # type: ignore[attr-defined]  # noqa: SLF001
+
     def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RowList]:
         return RowList
 
