@@ -11,7 +11,6 @@ from urllib.parse import urlencode
 
 from django.db.models import Count
 from django.urls import reverse
-from django.utils.formats import number_format
 from django.utils.functional import Promise
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
@@ -23,6 +22,7 @@ from governance.operations.approvals import active_policy
 from governance.operations.queries import RunOnNode, list_runs_of_node
 from governance.states import RunState
 from nodes.models import Node, ProviderState, Reach, clock_of, presence_of, with_clock
+from nodes.operations.targets import print_memory
 from nodes.services.availability import explain_unreachable, list_ejections
 from nodes.services.charts import chart_gpus
 from nodes.services.conditions import (
@@ -191,16 +191,12 @@ def _judge_fit(telemetry: NodeTelemetry, estimate_mb: int | None, *, is_on_cpu: 
     if memory is None or estimate_mb is None or (is_on_cpu and memory.kind == "gpu"):
         return "", _("Nobody has measured it here.")
     free = memory.total_mb - memory.used_mb
-    values = {"needs": _print_mb(estimate_mb), "free": _print_mb(free), "total": _print_mb(memory.total_mb)}
+    values = {"needs": print_memory(estimate_mb), "free": print_memory(free), "total": print_memory(memory.total_mb)}
     if estimate_mb <= free:
         return "yes", _("It needs %(needs)s; %(free)s are free.") % values
     if estimate_mb <= memory.total_mb:
         return "after", _("It needs %(needs)s; %(free)s of %(total)s are free. Unload another model first.") % values
     return "no", _("It needs %(needs)s; the node has %(total)s in all.") % values
-
-
-def _print_mb(mb: int) -> str:
-    return f"{number_format(round(mb / 1024, 1), decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
 
 
 def _read_requests(node: Node, span: str, _before: str) -> Context:

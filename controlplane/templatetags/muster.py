@@ -5,12 +5,13 @@ from __future__ import annotations
 from datetime import datetime
 
 from django import template
-from django.utils.formats import get_format, number_format
+from django.utils.formats import get_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
 from gateway.services.waterfalls import print_ms
+from nodes.operations.targets import print_memory
 from wire import clock
 
 register = template.Library()
@@ -57,9 +58,7 @@ def ms(milliseconds: int | None) -> str:
 @register.filter
 def memory(mb: int | None) -> str:
     """Return MiB as a page shows them: 512 MiB, 17.5 GiB; a dash when not known."""
-    if mb is None:
-        return "–"
-    return f"{number_format(round(mb / 1024, 1), decimal_pos=1, force_grouping=True)} GiB" if mb >= 1024 else f"{mb} MiB"
+    return "–" if mb is None else print_memory(mb)
 
 
 @register.filter
