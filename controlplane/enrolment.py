@@ -174,7 +174,8 @@ def allow(request: HttpRequest, credential_id: int) -> HttpResponse:
             allow_model(name=name, actor=name_actor(request))
     except ContractError as refusal:
         problem = str(refusal)
-    return render(request, "admin/muster/setup_state.html", {**_read_state(request, credential_id), "problem": problem})
+    context = {**_read_state(request, credential_id), "problem": problem, "takes_focus": True}
+    return render(request, "admin/muster/setup_state.html", context)
 
 
 @require_POST

@@ -38,7 +38,7 @@ WITH added AS (
 INSERT INTO gateway_requestrecord ({columns})
 SELECT {values}
   FROM generate_series(%(first)s::bigint, %(last)s::bigint) AS i
-  JOIN demo_week AS r ON r.place = i %% %(many)s
+  JOIN demo_week AS r ON r.place = i * %(many)s / %(count)s
   JOIN demo_nodes AS d ON d.place = floor(%(nodes)s * random())::int
 RETURNING {recorded}
 )
@@ -61,14 +61,17 @@ def add_nodes(count: int) -> None:
 
 
 def add_records(count: int, show: Callable[[float], None]) -> None:
-    """Add requests by having those of the week again and again, each a little earlier or later, on any node."""
+    """Add requests by having each of the week again and again, a little earlier, on any node.
+
+    They are written in the order in which they ended, as gateways do: events have no index by request but that of their time.
+    """
     columns = _list_columns("gateway_requestrecord")
     names = ", ".join(f'"{column}"' for column in columns)
     values = ", ".join(_RECORD.get(column, f'r."{column}"') for column in columns)
     with connection.cursor() as cursor:
         cursor.execute(
-            "CREATE TEMPORARY TABLE demo_week AS SELECT *, row_number() OVER () - 1 AS place FROM gateway_requestrecord"
-            " WHERE gateway_id = %s",
+            "CREATE TEMPORARY TABLE demo_week AS SELECT *, row_number() OVER (ORDER BY finished_at) - 1 AS place"
+            "  FROM gateway_requestrecord WHERE gateway_id = %s",
             [GATEWAY_ID],
         )
         cursor.execute("CREATE INDEX ON demo_week (place)")
@@ -79,13 +82,15 @@ def add_records(count: int, show: Callable[[float], None]) -> None:
         cursor.execute("SELECT (SELECT count(*) FROM demo_week), (SELECT count(*) FROM demo_nodes)")
         many, nodes = cursor.fetchone()
         copied = _COPY.format(columns=names, values=values, recorded=RECORDED).replace(
-            "RETURNING", "CROSS JOIN LATERAL (SELECT interval '1 minute' * (60 * random() + 0 * i) AS by) AS moved\nRETURNING"
+            "RETURNING",
+            "CROSS JOIN LATERAL (SELECT interval '1 minute' * (random() + 0 * i) AS by) AS moved\n ORDER BY i\nRETURNING",
         )
         for first in range(0, count, _BATCH):
             last = min(first + _BATCH, count) - 1
             with transaction.atomic():
                 cursor.execute(
-                    copied + ADD_USAGE.format(source="added"), {"first": first, "last": last, "many": many, "nodes": nodes}
+                    copied + ADD_USAGE.format(source="added"),
+                    {"first": first, "last": last, "many": many, "nodes": nodes, "count": count},
                 )
             show(min(1.0, (last + 1) / count))
 

@@ -178,8 +178,11 @@ class AliasAdmin(CreatingAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[ModelAlias]:
-        """Give every row the state of the models at this moment, so that no column asks for itself."""
-        states = Value(dict(read_target_states()), output_field=JSONField())
+        """Give every row the state of the models at this moment, so that no column asks for itself; once a page."""
+        known = request.__dict__
+        if "target_states" not in known:
+            known["target_states"] = dict(read_target_states())
+        states = Value(known["target_states"], output_field=JSONField())
         queryset: QuerySet[ModelAlias] = super().get_queryset(request).select_related("tenant").annotate(target_states=states)
         return queryset
 

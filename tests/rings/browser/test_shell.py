@@ -9,7 +9,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from controlplane.navigation import ENTRIES, Entry
-from gateway.services.models import allow_model
+from gateway.services.models import allow_model, remember_models
+from nodes.models import NodeCredential
+from nodes.services.credentials import create_provider
 from tests.fakes.nodes import ACTOR, make_gateway, make_key, make_node, make_presence, make_record
 from tests.rings.browser.conftest import Visit, find_violations, in_database
 from wire import clock
@@ -112,6 +114,30 @@ def test_the_theme_is_kept_and_a_page_holds_still_while_it_is_paused(visit: Visi
     page.get_by_role("button", name="Updates are paused: go on").click()
     page.mouse.move(0, 0)
     expect(page.get_by_role("link", name="rack-3")).to_have_count(1)
+
+
+def test_a_node_is_added_by_keyboard_alone(visit: Visit) -> None:
+    in_database(lambda: create_provider(name="local", actor=ACTOR))
+    visit.sign_in()
+    visit.open("/admin/nodes/node/setup/")
+    page = visit.page
+    page.get_by_label("Name").focus()
+    page.keyboard.type("rack-2")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Waiting for the node to connect.")).to_be_visible()
+
+    def connect() -> None:
+        make_presence(make_node("rack-2", credential=NodeCredential.objects.get(), model_names=["llama3"]))
+        remember_models(names=["llama3"])
+
+    in_database(connect)
+    tick = page.get_by_role("checkbox", name="llama3")
+    expect(tick).to_be_checked()
+    tick.focus()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("button", name="Allow")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Ask it something")).to_be_focused()
 
 
 def test_who_comes_by_keyboard_skips_to_the_content(visit: Visit) -> None:
