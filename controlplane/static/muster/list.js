@@ -1,11 +1,8 @@
 // Keeps a list current: asks for its page again and changes cells where they stand. Rows come, go and move only while nobody has
 // a hand on them: on a first page without search and filter that nobody points at, types into or selects from.
-import { parse, update, updateChildren } from "./live.js";
-import { mayChange, offerPause } from "./refresh.js";
-import { watch } from "./silence.js";
+import { followPage, update, updateChildren } from "./live.js";
 
 const EVERY_MS = 5000;
-const PATIENCE_MS = 30000; // given up sooner, a busy control plane would be asked again and again and never heard
 
 const findTable = (page) => page.getElementById("result_list");
 const findRows = (table) => [...table.querySelectorAll(":scope > tbody")];
@@ -51,29 +48,5 @@ const show = (fresh) => {
 };
 
 if (document.getElementById("list-as-of")) {
-    const silence = watch();
-    let isLooking = false;
-    const look = async () => {
-        if (isLooking || document.hidden || !mayChange()) {
-            return;
-        }
-        isLooking = true;
-        try {
-            const headers = { "X-Muster-Follow": "1" }; // whoever only leaves a page open is idle
-            const answer = await fetch(location.href, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
-            if (answer.redirected && new URL(answer.url).pathname !== location.pathname) {
-                silence.signedOut();
-            } else if (answer.ok) {
-                silence.heard();
-                show(parse(await answer.text()));
-            }
-        } catch {
-            // The next one may get through; until then the page says since when it is old.
-        } finally {
-            isLooking = false;
-        }
-    };
-    setInterval(look, EVERY_MS);
-    offerPause(look);
-    document.addEventListener("visibilitychange", look);
+    followPage(EVERY_MS, show);
 }

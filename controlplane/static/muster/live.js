@@ -3,6 +3,7 @@ import { mayChange, offerPause } from "./refresh.js";
 import { watch } from "./silence.js";
 
 const LONGEST_PAUSE_MS = 30000;
+const PATIENCE_MS = 30000; // given up sooner, a busy control plane would be asked again and again and never heard
 
 // Calls `take` with each JSON object that the server pushes. Without a socket the page shows what came last, and says so.
 export const follow = (path, take) => {
@@ -35,6 +36,38 @@ export const follow = (path, take) => {
         addEventListener("pagehide", () => socket.close(), { once: true });
     };
     connect();
+};
+
+// Asks for this page again every `everyMs` and calls `show` with each one that comes, unless the reader has paused it.
+export const followPage = (everyMs, show) => {
+    const silence = watch();
+    let isLooking = false;
+    const look = async () => {
+        if (isLooking || document.hidden || !mayChange()) {
+            return;
+        }
+        isLooking = true;
+        try {
+            const headers = { "X-Muster-Follow": "1" }; // whoever only leaves a page open is idle
+            const answer = await fetch(location.href, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+            if (answer.redirected && new URL(answer.url).pathname !== location.pathname) {
+                silence.signedOut();
+            } else if (answer.ok) {
+                silence.heard();
+                const fresh = parse(await answer.text());
+                if (mayChange()) {
+                    show(fresh);
+                }
+            }
+        } catch {
+            // The next one may get through; until then the page says since when it is old.
+        } finally {
+            isLooking = false;
+        }
+    };
+    setInterval(look, everyMs);
+    offerPause(look);
+    document.addEventListener("visibilitychange", look);
 };
 
 // Changes what differs and leaves the rest alone: a selection survives, what a reader opened stays open, a bar moves.

@@ -1,11 +1,8 @@
 // Follows the list of requests: new ones come on top, marked, and every row is kept current where it stands. While somebody
 // has a hand on the list, or reads further down, new ones wait behind a button. The pause of the top bar holds everything.
-import { parse, update, updateChildren } from "./live.js";
-import { mayChange, offerPause } from "./refresh.js";
-import { watch } from "./silence.js";
+import { followPage, update, updateChildren } from "./live.js";
 
 const EVERY_MS = 3000;
-const PATIENCE_MS = 30000; // given up sooner, a busy control plane would be asked again and again and never heard
 const MOST_ROWS = 200;
 const table = document.getElementById("result_list");
 const rowsOf = (page) => [...(page.getElementById("result_list")?.tBodies[0]?.rows ?? [])];
@@ -82,33 +79,7 @@ const show = (fresh) => {
 };
 
 if (document.querySelector("[data-follow]")) {
-    const silence = watch();
-    let isLooking = false;
-    const look = async () => {
-        if (isLooking || document.hidden || !mayChange()) {
-            return;
-        }
-        isLooking = true;
-        try {
-            const headers = { "X-Muster-Follow": "1" }; // whoever only leaves a page open is idle
-            const answer = await fetch(location.href, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
-            if (answer.redirected && new URL(answer.url).pathname !== location.pathname) {
-                silence.signedOut();
-            } else if (answer.ok) {
-                silence.heard();
-                if (mayChange()) {
-                    show(parse(await answer.text()));
-                }
-            }
-        } catch {
-            // The next one may get through; until then the page says since when it is old.
-        } finally {
-            isLooking = false;
-        }
-    };
-    offerPause(look);
-    setInterval(look, EVERY_MS);
-    document.addEventListener("visibilitychange", look);
+    followPage(EVERY_MS, show);
     document.querySelector("[data-show-held]").addEventListener("click", () => {
         addHeld();
         table.querySelector("tbody a").focus();
