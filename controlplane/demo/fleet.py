@@ -7,12 +7,14 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+from wire import RELEASE
+
 SEED = 17
 ACTOR = "system:demo"
 CREDENTIAL = "demo nodes"
 GATEWAY_ID = uuid.uuid5(uuid.NAMESPACE_DNS, "demo.muster.example")
 """The gateway that answered the requests of the week; it is gone."""
-VERSION, OLD_VERSION = "0.1.0", "0.0.7"
+VERSION, OLD_VERSION = RELEASE, "0.0.7"
 GIB = 1024
 """MiB of one."""
 CHAT, EMBEDDINGS, SPEECH = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"

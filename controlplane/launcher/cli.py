@@ -77,6 +77,10 @@ _PROGRAMS = {
         "runner", "controlplane.approver_cli", "docs/approvals.md"
     ),
     "bench": Program("measure what the gateway costs", "[argument ...]", "dev", "benchmarks", "benchmarks/README.md"),
+    "package": Program(
+        "build everything that is installed elsewhere, and check it as far as this machine can",
+        "[--list] [--only NAME ...] [--out DIR]", "dev", "tools.package", "docs/install.md"
+    ),
     "conformance": Program(
         "check a server against what OpenAI's and Anthropic's clients require of it",
         "--base-url URL --api-key KEY --model NAME [option ...]     --help lists the options",
@@ -103,6 +107,11 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def run() -> int:
+    """Run the command that this process was started with: the console script ``muster`` of an installed package."""
+    return main(sys.argv[1:])
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -287,7 +296,7 @@ def _run_program(name: str, words: list[str]) -> None:
             own = name_node(own)
         case "keys" | "approve":
             own = [name, *own]
-        case "bench":
+        case "bench" | "package":
             os.chdir(environment.ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH", "")]))
     os.execv(sys.executable, [sys.executable, "-m", program.module, *own])

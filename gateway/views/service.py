@@ -30,10 +30,9 @@ from gateway.views.endpoints import find_admin, is_draining, require_admin, send
 from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page
 from gateway.views.openapi import make_document
 from nodes.links import Link
-from wire import clock
+from wire import RELEASE, clock
 from wire.ids import format_id, parse_id
 
-VERSION = "0.1.0"
 _KNOWN_PATHS = sorted(
     {*SURFACES, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/models"}, key=len, reverse=True
 )
@@ -41,7 +40,7 @@ _KNOWN_PATHS = sorted(
 
 @cache
 def _render_document() -> bytes:
-    return msgspec.json.encode(make_document(VERSION))
+    return msgspec.json.encode(make_document(RELEASE))
 
 
 @cache
@@ -65,7 +64,7 @@ class PublicViews:
             "service": "gateway",
             "time": clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"),
             "status": "ok" if runtime.records.is_healthy else "degraded",
-            "version": VERSION,
+            "version": RELEASE,
             "workers_connected": len(runtime.registry),
             "queue_depth": runtime.dispatcher.depth,
             "uptime_secs": round(clock.unix_s() - runtime.started_at, 1),
@@ -77,7 +76,7 @@ class PublicViews:
 
     async def index(self, client: ClientConnection) -> None:
         """``GET /`` and ``HEAD /``: what this is; some clients ask before their first request whether anybody is there."""
-        send_answer(client, 200, {"service": "muster gateway", "version": VERSION, "models": "/v1/models", "health": "/health"})
+        send_answer(client, 200, {"service": "muster gateway", "version": RELEASE, "models": "/v1/models", "health": "/health"})
 
     async def describe(self, client: ClientConnection) -> None:
         """``GET /openapi.json``: the client API for machines. Anybody may read it, as the page it repeats."""

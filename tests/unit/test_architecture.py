@@ -463,11 +463,10 @@ def test_pages_load_nothing_from_other_servers(name: str) -> None:
 
 
 def test_a_wheel_holds_every_package_that_ships_and_the_templates() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        setuptools = tomllib.load(file)["tool"]["setuptools"]
-    assert setuptools["packages"]["find"]["include"] == sorted(f"{name}*" for name in (*PACKAGES, "muster", "templates"))
-    assert setuptools["packages"]["find"]["where"] == [".", "sdk"]
-    assert setuptools["package-data"] == {"*": ["*"]}
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert targets["wheel"]["packages"] == sorted((*PACKAGES, "conformance", "sdk/muster", "templates"))
+    folders = {name for name in targets["sdist"]["include"] if "." not in name} - {"/LICENSE"}
+    assert folders == {f"/{name.split('/')[0]}" for name in targets["wheel"]["packages"]}
     top = {name.split("/")[0] for name in tree_files() if name.endswith("/__init__.py")}
     assert top - set(PACKAGES) == {"benchmarks", "conformance", "sdk", "tests", "tools"}, (
         "a package at the top either ships or is named here"
@@ -489,5 +488,8 @@ def test_no_module_that_checks_credentials_writes_sql(module: ModuleType) -> Non
     assert not used & RAW
 
 
-def test_the_release_that_servers_and_nodes_tell_is_the_one_of_the_package() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == RELEASE
+def test_the_release_stands_in_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert (project["project"]["dynamic"], project["tool"]["hatch"]["version"]["path"]) == (["version"], "wire/__init__.py")
+    found = [name for name in shipped_modules() if name != "wire/__init__.py" and f'"{RELEASE}"' in (ROOT / name).read_text()]
+    assert not found, found
