@@ -282,6 +282,8 @@ TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
 
 # Whether a node may show its secret in the URL of its socket, as old workers do.
 NODE_ALLOW_QUERY_SECRET = read_bool("MUSTER_ALLOW_QUERY_SECRET", default=True)
+# Whether a worker must say which protocol it speaks; old ones do not.
+NODE_REJECT_UNVERSIONED = read_bool("MUSTER_REJECT_UNVERSIONED_WORKERS", default=False)
 # Keys whose holders may name agents by a JWT: a JWK set, as a file or a URL. Empty = node credentials alone.
 AGENT_JWKS = read_text("MUSTER_AGENT_JWKS")
 # Nodes that register a URL are called only on these hosts or networks ("private" = every private network); loopback needs the

@@ -218,6 +218,10 @@ class NodeLimits:
         setting="MUSTER_BRIDGE_PONG_WINDOW_S",
         minimum=0.1,
     )
+    # It answers with what it serves by then.
+    bridge_refresh_s: float = bound(
+        60.0, "s", "A bridge v1 worker is asked for its models again.", setting="MUSTER_BRIDGE_REFRESH_S", minimum=1
+    )
     agent_heartbeat_s: float = bound(
         15.0, "s", "An agent is told to report this often.", setting="MUSTER_AGENT_HEARTBEAT_S", minimum=0.1
     )
@@ -350,8 +354,9 @@ class NodeLimits:
         30 * 86_400.0,
         "s",
         "A node that was not heard for so long is removed; its requests keep its name.",
-        setting="MUSTER_DEAD_NODE_S",
-        minimum=3_600.0,
+        setting="MUSTER_NODE_RETENTION_DAYS",
+        minimum=1,
+        factor=86_400,
     )
 
     # GPUs: one row each, written by the sweep

@@ -86,6 +86,15 @@ class MethodNotAllowed(BadRequest, status=405):
     """The path exists, the method does not."""
 
 
+class UpgradeRequired(BadRequest, status=426):
+    """A plain request to the path of a socket (RFC 9110 section 15.5.22)."""
+
+    default_message = (
+        "Nodes and workers connect here by WebSocket: send Upgrade: websocket and the node credential as x-worker-secret. "
+        "A proxy before the gateway has to pass the upgrade on."
+    )
+
+
 class InvalidApiKey(Refused, code=ErrorCode.INVALID_API_KEY, status=401):
     """No usable client key."""
 

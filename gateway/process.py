@@ -66,7 +66,7 @@ from nodes.services.tickets import KnownKey, load_ticket_keys
 from nodes.states import DrainCount, NodeRow
 from nodes.tickets import Refusals
 from wire import clock
-from wire.bridge import TicketUsage
+from wire.bridge import CANCEL_SERVER_SHUTDOWN, TicketUsage
 from wire.ids import new_uuid7
 
 logger = logging.getLogger("muster.gateway")
@@ -225,6 +225,8 @@ class GatewayRuntime:
 
     def begin_stop(self) -> None:
         """Refuse new work; whoever waits for a node is told to come back. What runs for tickets needs no gateway."""
+        if not self.pipeline.is_stopping:
+            self.keeper.announce_stop(self.limits.shutdown_grace_s)
         self.pipeline.is_stopping = True
         self.tickets.free_slots()
         self.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
@@ -232,7 +234,7 @@ class GatewayRuntime:
     def interrupt_running(self) -> None:
         # What still runs is told so, instead of being cut with the process.
         for link in list(self.registry):
-            link.end_streams(EndKind.RECLAIMED, "the gateway stops")
+            link.end_streams(EndKind.RECLAIMED, "the gateway stops", reason=CANCEL_SERVER_SHUTDOWN)
 
     async def say_goodbye(self) -> None:
         """Write down that the nodes are gone from here, before their sockets close."""

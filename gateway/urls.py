@@ -59,6 +59,7 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
         _route("favicon\\.ico", get(public.icon)),
         _route("health", get(public.health)),
         _route("metrics", get(public.metrics)),
+        _route("v1/worker/connect", get(public.connect)),
         _route("admin/workers", get(admin.workers)),
         _route("admin/stats", get(admin.stats)),
         _route("admin/keys", make_endpoint(runtime, {"GET": admin.list_keys, "POST": admin.create_key})),

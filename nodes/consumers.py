@@ -300,6 +300,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         (effect,) = self.protocol.receive_text(frame)
         if not isinstance(effect, Registered):
             raise ProtocolError("the first frame must be register")
+        if effect.message.protocol_version is None and settings.NODE_REJECT_UNVERSIONED:
+            raise Refused(1002, f"the worker names no protocol_version; this server wants {bridge.BRIDGE_V1}")
         request = sessions.SessionRequest(self.credential.pk, self.address, effect)
         try:
             return await self._channel.registrations.call(Registration(request, partial(self._connect, effect)))
@@ -352,7 +354,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             worker_id=format_id("node", opened.node_id),
             models=list(effect.models),
             warnings=list(effect.warnings),
-            protocol_version=effect.protocol,
+            protocol_version=effect.message.protocol_version or effect.protocol,  # as the worker writes it
         )
         if self.protocol.speaks_muster:
             ack.node_id = ack.worker_id

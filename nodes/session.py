@@ -176,7 +176,7 @@ Effect = (
 class OpenRequest(msgspec.Struct, frozen=True):
     """What a link needs to start one attempt of one request. ``attempt`` counts from 1; ``deadline_ms`` is what remains.
 
-    ``priority``: high, low or empty for normal.
+    ``priority``: high, low or empty for normal. ``is_last``: no other node gets the request when this attempt is lost.
     """
 
     request_id: str
@@ -189,6 +189,7 @@ class OpenRequest(msgspec.Struct, frozen=True):
     deadline_ms: int
     tenant: str
     priority: str = ""
+    is_last: bool = False
 
 
 @dataclass(slots=True)
@@ -340,7 +341,8 @@ class ServerSession:
 
     def _take_register(self, message: bridge.Register) -> Registered:
         version = message.protocol_version
-        if version not in (None, BRIDGE_V1, MUSTER_V1):
+        is_bridge = version is None or version in bridge.BRIDGE_VERSIONS
+        if not is_bridge and version != MUSTER_V1:
             raise ProtocolError(f"protocol version {version!r} is not spoken here")
         warnings: list[str] = []
         clean_register(message)
@@ -357,7 +359,7 @@ class ServerSession:
         elif concurrency > self.policy.max_concurrent_cap:
             concurrency = self.policy.max_concurrent_cap
             warnings.append(f"max_concurrent lowered to {concurrency}")
-        self.protocol = version or BRIDGE_V1
+        self.protocol = BRIDGE_V1 if is_bridge else MUSTER_V1
         return Registered(name, models, concurrency, self.protocol, tuple(warnings), message)
 
     def _take_control(self, message: bridge.WorkerMessage) -> list[Effect]:

@@ -14,6 +14,8 @@ import msgspec
 from wire.unreadable import UNREADABLE
 
 BRIDGE_V1 = "2026-04-bridge-v1"
+BRIDGE_VERSIONS = frozenset({BRIDGE_V1, "1"})
+"""How workers write bridge v1: its name, or the number in ModelRelay's documents. One that writes nothing speaks it too."""
 MUSTER_V1 = "2026-11-muster-v1"
 
 CancelReason = str | dict[str, str]

@@ -534,6 +534,7 @@ class Exchange(Sink):
             deadline_ms=max(1, int(remaining * 1000)),
             tenant=job.tenant,
             priority=job.priority,
+            is_last=job.losses >= self._limits.max_requeues,
         )
 
     def _head(self, content_type: str = "") -> list[Header]:

@@ -18,15 +18,15 @@ from django.contrib.staticfiles import finders
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.db.threads import run_in_database
-from gateway.dialects.surface import SURFACES
-from gateway.errors import BadRequest, InvalidAdminToken, ModelUnknown, RouteNotFound
+from gateway.dialects.surface import DEFAULT_SURFACE, SURFACES
+from gateway.errors import BadRequest, InvalidAdminToken, ModelUnknown, RouteNotFound, UpgradeRequired
 from gateway.models import ApiKey
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
 from gateway.services.errors import KeyNotFound
 from gateway.services.keys import create_api_key, list_api_keys, revoke_api_key
 from gateway.values import Caller
-from gateway.views.endpoints import find_admin, is_draining, require_admin, send_answer
+from gateway.views.endpoints import find_admin, is_draining, require_admin, send_answer, send_failure
 from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page
 from gateway.views.openapi import make_document
 from nodes.links import Link
@@ -118,6 +118,10 @@ class PublicViews:
         if not is_open and await find_admin(client) is None:
             raise InvalidAdminToken("Metrics need an admin token here: through a proxy or from another machine always.")
         client.respond(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], generate_latest())
+
+    async def connect(self, client: ClientConnection) -> None:
+        """``/v1/worker/connect`` without an upgrade: somebody tries the address, or a proxy takes the upgrade away."""
+        send_failure(client, UpgradeRequired(), DEFAULT_SURFACE, [(b"upgrade", b"websocket"), (b"connection", b"upgrade")])
 
     async def not_found(self, client: ClientConnection) -> None:
         """Anything else: a base URL is easily one part too long or too short, so the message says what may be meant."""

@@ -322,7 +322,8 @@ class HttpLink(Link):
     def list_sinks(self) -> Sequence[Sink]:
         return [stream.sink for stream in self._streams]
 
-    def end_streams(self, kind: EndKind, message: str) -> None:
+    def end_streams(self, kind: EndKind, message: str, *, reason: str = "") -> None:
+        # HTTP has no word for why a connection closes.
         for stream in list(self._streams):
             stream.fail(kind, message)
 

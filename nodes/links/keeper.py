@@ -125,6 +125,17 @@ class LinkKeeper:
         if row is not None and self._find_read_at(row) >= asked_at:
             self._set_policy(link, row)
 
+    def announce_stop(self, drain_s: float) -> None:
+        """Tell bridge v1 workers that this gateway takes nothing new and closes within so long; what runs may end.
+
+        Nodes of muster v1 hear it by the close of their socket: one that left before would dial in vain until the gateway is
+        back, each time later.
+        """
+        for link in self.registry:
+            if isinstance(link, RelayLink) and not link.session.speaks_muster and not link.drain_then_close:
+                message = bridge.GracefulShutdown(reason="server shutdown", drain_timeout_secs=round(drain_s))
+                link.send_message(message)
+
     def cut_off(self, credentials: Collection[int]) -> None:
         """Let go of every node that connected with one of these credentials: they were revoked."""
         for link in self.registry:
@@ -336,7 +347,8 @@ class LinkKeeper:
         overdue = deadline is not None and now >= deadline
         if overdue and link.active:
             logger.info("node.drain_deadline node=%s interrupted=%d", link.node_name, link.active)
-            link.end_streams(EndKind.RECLAIMED, "the node was reclaimed while the request was running")
+            message = "the node was reclaimed while the request was running"
+            link.end_streams(EndKind.RECLAIMED, message, reason=bridge.CANCEL_GRACEFUL_SHUTDOWN)
         if link.drain_then_close and (overdue or link.active == 0):
             link.drain_then_close = False
             link.close("graceful shutdown timed out" if overdue else "graceful shutdown complete")
@@ -349,6 +361,9 @@ class LinkKeeper:
         if now >= link.ping_at:
             link.ping_at = now + link.ping_interval_s
             link.send_message(bridge.Ping(timestamp_unix_ms=clock.unix_ms()))
+            if now >= link.refresh_at and not link.session.speaks_muster:
+                link.refresh_at = now + self._limits.bridge_refresh_s
+                link.send_message(bridge.ModelsRefresh(reason="periodic"))
 
 
 def _list_offer(row: NodeRow | None) -> tuple[object, ...]:

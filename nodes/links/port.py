@@ -18,7 +18,7 @@ from core.limits import limits
 from nodes.session import OpenRequest
 from nodes.states import BINARY_ENDPOINTS, DECLARED_ENDPOINTS, freshness_windows
 from wire import clock
-from wire.bridge import GpuInfo
+from wire.bridge import CANCEL_WORKER_DISCONNECT, GpuInfo
 from wire.frames import End
 from wire.ids import format_id
 
@@ -289,8 +289,8 @@ class Link:
         """Return who hears the open streams of this link, the one that was opened first comes first."""
         raise NotImplementedError
 
-    def end_streams(self, kind: EndKind, message: str) -> None:
-        """End every open stream of this link; each sink hears ``on_end`` once."""
+    def end_streams(self, kind: EndKind, message: str, *, reason: str = CANCEL_WORKER_DISCONNECT) -> None:
+        """End every open stream of this link; each sink hears ``on_end`` once. ``reason``: the word for the node."""
         raise NotImplementedError
 
     def close(self, reason: str) -> None:

@@ -41,13 +41,15 @@ class FrameSource(Protocol):
 class RelayStream:
     """One request on a relay link."""
 
-    __slots__ = ("_granted", "_link", "number", "sink")
+    __slots__ = ("_granted", "_link", "is_last", "number", "sink")
 
-    def __init__(self, link: RelayLink, number: int, sink: Sink) -> None:
+    def __init__(self, link: RelayLink, number: int, sink: Sink, *, is_last: bool = False) -> None:
         self._link = link
         self._granted = 0
         self.number = number
         self.sink = sink
+        self.is_last = is_last
+        """Whether nobody else gets the request when the node loses it."""
 
     def cancel(self, reason: str) -> None:
         """Tell the node to stop and forget the stream; its late frames are dropped by the session."""
@@ -89,6 +91,7 @@ class RelayLink(Link):
         "outbox",
         "ping_at",
         "ping_interval_s",
+        "refresh_at",
         "registered_endpoints",
         "searches_hub",
         "session",
@@ -153,6 +156,8 @@ class RelayLink(Link):
         bounds = limits().nodes
         self.ping_interval_s = bounds.heartbeat_interval_s if session.speaks_muster else bounds.bridge_ping_interval_s
         self.ping_at = clock.monotonic() + self.ping_interval_s
+        self.refresh_at = self.ping_at + bounds.bridge_refresh_s
+        """clock.monotonic() seconds at which a bridge v1 worker is asked for its models again; others say them themselves."""
         self.applied_row: NodeRow | None = None
         """The row whose policy this link follows; None = the next that comes is applied."""
         self.is_end_stored = False
@@ -231,7 +236,7 @@ class RelayLink(Link):
     def open_stream(self, request: OpenRequest, sink: Sink) -> RelayStream:
         """Send the request to the node. Raises UnicodeDecodeError for a body bridge v1 cannot carry."""
         number, frames = self.session.open_stream(request)
-        stream = RelayStream(self, number, sink)
+        stream = RelayStream(self, number, sink, is_last=request.is_last)
         self._streams[number] = stream
         self.send_frames(frames)
         return stream
@@ -244,13 +249,14 @@ class RelayLink(Link):
     def list_sinks(self) -> Sequence[Sink]:
         return [stream.sink for stream in self._streams.values()]
 
-    def end_streams(self, kind: EndKind, message: str) -> None:
+    def end_streams(self, kind: EndKind, message: str, *, reason: str = bridge.CANCEL_WORKER_DISCONNECT) -> None:
         """End every stream: the node is told (unless the socket is gone), each sink hears it once."""
         streams, self._streams = self._streams, {}
-        reason = bridge.CANCEL_GRACEFUL_SHUTDOWN if kind is EndKind.RECLAIMED else bridge.CANCEL_WORKER_DISCONNECT
         for stream in streams.values():
             if not self.closed:
-                self.send_frames(self.session.cancel_stream(stream.number, reason))
+                is_given_up = stream.is_last and reason == bridge.CANCEL_GRACEFUL_SHUTDOWN
+                word = bridge.CANCEL_REQUEUE_EXHAUSTED if is_given_up else reason
+                self.send_frames(self.session.cancel_stream(stream.number, word))
             stream.sink.on_end(LinkEnd(kind=kind, message=message, retryable=True))
 
     def close(self, reason: str, code: int = 1000) -> None:

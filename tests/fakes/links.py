@@ -140,7 +140,7 @@ class FakeLink(Link):
     def list_sinks(self) -> list[Sink]:
         return [stream.sink for stream in self.streams]
 
-    def end_streams(self, kind: EndKind, message: str) -> None:
+    def end_streams(self, kind: EndKind, message: str, *, reason: str = "") -> None:
         streams, self.streams = self.streams, []
         for stream in streams:
             stream.sink.on_end(LinkEnd(kind=kind, message=message, retryable=True))

@@ -178,7 +178,7 @@ class SimulatedLink(FakeLink):
         self.box.take(stream)
         return stream
 
-    def end_streams(self, kind: EndKind, message: str) -> None:
+    def end_streams(self, kind: EndKind, message: str, *, reason: str = "") -> None:
         streams = list(self.streams)
         super().end_streams(kind, message)
         for stream in streams:

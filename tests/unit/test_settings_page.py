@@ -9,6 +9,7 @@ from pathlib import Path
 from core.limits import Limits
 from wire.limits import MIB, Bound, list_bounds
 
+_DAY_S = 86_400
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
@@ -109,6 +110,7 @@ MUSTER_STALE_AFTER_S
 MUSTER_OFFLINE_AFTER_S
 MUSTER_BRIDGE_PING_INTERVAL_S
 MUSTER_BRIDGE_PONG_WINDOW_S
+MUSTER_BRIDGE_REFRESH_S
 MUSTER_AGENT_HEARTBEAT_S
 MUSTER_AGENT_RAMP_S
 MUSTER_TICKET_S
@@ -117,10 +119,11 @@ MUSTER_NODE_CERTIFICATE_DAYS
 MUSTER_AGENT_JWKS | empty | Keys whose holders may name [agents](fleet.md#agents) by a JWT: a JWK set, as a file or a URL
 MUSTER_RECLAIM_GRACE_S
 MUSTER_DRAIN_TIMEOUT_S
-MUSTER_DEAD_NODE_S
+MUSTER_NODE_RETENTION_DAYS
 MUSTER_WORKER_AUTH_FAILURES
 MUSTER_WORKER_AUTH_BLOCK_S
 MUSTER_ALLOW_QUERY_SECRET | on | Accept `?worker_secret=`, as old workers send it
+MUSTER_REJECT_UNVERSIONED_WORKERS | off | Refuse workers that name no `protocol_version`, as old ones do
 MUSTER_DIRECT_HOSTS | empty | Hosts and networks that nodes may register as `public_base_url`: `gpu.example.com,10.20.0.0/16`; \
 `private` = every private network. All servers need it
 MUSTER_DIRECT_ALLOW_LOOPBACK | off | Allow loopback and metadata addresses among them, for tests on one machine
@@ -150,7 +153,7 @@ def _render_rows(settings: dict[str, Bound]) -> Iterator[str]:
 
 
 def _render_row(name: str, bound: Bound) -> str:
-    unit = "MiB" if bound.factor == MIB else bound.unit
+    unit = {MIB: "MiB", _DAY_S: "days"}.get(bound.factor, bound.unit)
     default = bound.default / bound.factor
     shown = f"{default:g}" if abs(default) < 1e6 else f"{default:.0f}"
     return f"| `{name}` | {shown} {unit} | {bound.then} |\n"

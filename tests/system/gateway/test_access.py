@@ -38,8 +38,8 @@ REFUSED = {401, 403}
 NOT_SERVED = {404, 405}
 PUBLIC = {"/", "/health", "/openapi.json", "/favicon.ico", "/v1/ca"}
 """Routes that answer whoever asks: what this is, whether it lives, the API's description, an icon, and whom to trust."""
-CODED = {"/setup": {200, 400}}
-"""A page for whoever has a code: it asks for one, and refuses one that is wrong."""
+CODED = {"/setup": {200, 400}, "/v1/worker/connect": {426}}
+"""A page for whoever has a code: it asks for one, and refuses one that is wrong. And the path of the nodes' sockets."""
 HIDDEN = "/internal/"
 """Routes of other gateways: to everybody else there is nothing."""
 IDS = {
@@ -141,6 +141,12 @@ async def test_every_route_of_the_gateway_asks_who_it_is_or_is_public(gateway: G
         served = {method: status for method, status in statuses.items() if status not in NOT_SERVED}
         assert bool(served) != path.startswith(HIDDEN), (path, statuses)
         assert set(served.values()) <= CODED.get(path, {200} if path in PUBLIC else REFUSED), (path, statuses)
+
+
+async def test_a_plain_request_to_the_socket_of_nodes_is_told_to_upgrade(gateway: Gateway) -> None:
+    answer = await gateway.ask("GET", "/v1/worker/connect?provider=local")
+    assert (answer.status_code, answer.headers["upgrade"], answer.headers["connection"]) == (426, "websocket", "upgrade")
+    assert "x-worker-secret" in answer.json()["error"]["message"]
 
 
 async def test_no_key_of_a_tenant_opens_what_is_for_operators_and_gateways(gateway: Gateway) -> None:

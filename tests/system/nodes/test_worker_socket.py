@@ -205,6 +205,24 @@ async def test_a_bad_first_frame_or_none_at_all_closes_the_socket() -> None:
         assert await socket.closed() == (1008, "no register frame in time")
 
 
+async def test_a_worker_is_answered_with_the_version_that_it_names_and_one_that_names_none_may_be_refused(
+    settings: Settings,
+) -> None:
+    _, secret = await enrol()
+    for said, answered in (("1", "1"), (bridge.BRIDGE_V1, bridge.BRIDGE_V1), (None, bridge.BRIDGE_V1)):
+        async with dial(Door(), secret) as socket:
+            socket.say(bridge.Register(worker_name="rig", models=["m"], protocol_version=said))
+            assert (await socket.acknowledged()).protocol_version == answered
+    settings.NODE_REJECT_UNVERSIONED = True
+    async with dial(Door(), secret) as socket:
+        socket.say(bridge.Register(worker_name="rig", models=["m"]))
+        code, reason = await socket.closed()
+        assert (code, bridge.BRIDGE_V1 in reason) == (1002, True)
+    async with dial(Door(), secret) as socket:
+        socket.say(bridge.Register(worker_name="rig", models=["m"], protocol_version="1"))
+        await socket.acknowledged()
+
+
 async def test_a_newer_session_of_a_box_replaces_the_older_and_a_second_box_is_told() -> None:
     _, secret = await enrol()
     door = Door()

@@ -440,6 +440,42 @@ async def test_a_silent_box_is_let_go_and_a_quiet_one_is_pinged(setting: Setting
     assert box.kicks == [(1000, "worker heartbeat timed out")]
 
 
+async def test_a_bridge_worker_is_asked_for_its_models_again_and_again() -> None:
+    set_limits(nodes={"bridge_refresh_s": 30.0})
+    with virtual_clock() as time_:
+        setting = Setting()
+        worker, box = setting.box(BRIDGE_V1, instance_id=""), setting.box()
+        for _ in range(90):
+            time_.advance(1.0)
+            worker.link.last_seen = box.link.last_seen = clock.awake()
+            setting.keeper.tick()
+    asked = [m for m in worker.messages() if isinstance(m, bridge.ModelsRefresh)]
+    assert asked == [bridge.ModelsRefresh(reason="periodic")] * 2
+    assert not [m for m in box.messages() if isinstance(m, bridge.ModelsRefresh)], "it says so itself"
+
+
+async def test_a_gateway_that_stops_tells_workers_to_finish_and_what_it_cuts_is_told_why(setting: Setting) -> None:
+    worker, box = setting.box(BRIDGE_V1, instance_id=""), setting.box()
+    ends = run_on(worker.link)
+    setting.keeper.announce_stop(30.0)
+    assert worker.messages()[1:] == [bridge.GracefulShutdown(reason="server shutdown", drain_timeout_secs=30)]
+    assert (box.messages(), ends.ends, worker.kicks) == ([], [], [])
+    worker.link.end_streams(EndKind.RECLAIMED, "the gateway stops", reason=bridge.CANCEL_SERVER_SHUTDOWN)
+    (cancel,) = [m for m in worker.messages() if isinstance(m, bridge.Cancel)]
+    assert (cancel.request_id, cancel.reason, ends.kinds) == ("req_1", "server_shutdown", [EndKind.RECLAIMED])
+
+
+@pytest.mark.parametrize(("is_last", "reason"), [(False, "graceful_shutdown"), (True, "requeue_exhausted")])
+async def test_a_worker_whose_drain_ends_is_told_whether_somebody_else_gets_the_request(
+    setting: Setting, reason: str, *, is_last: bool
+) -> None:
+    worker = setting.box(BRIDGE_V1, instance_id="")
+    worker.link.active += 1
+    worker.link.open_stream(open_request(is_last=is_last), RequestSink())
+    setting.apply(make_row(worker.link.node_id, draining=True, drain_remaining_s=-0.1))
+    assert [m.reason for m in worker.messages() if isinstance(m, bridge.Cancel)] == [reason]
+
+
 async def test_boxes_are_not_silent_while_the_gateway_itself_stands_still() -> None:
     with virtual_clock() as virtual:
         setting, node_id = Setting(), uuid.uuid4()

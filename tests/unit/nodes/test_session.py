@@ -106,6 +106,14 @@ def test_anything_before_a_registration_of_a_known_version_ends_the_session(fram
     assert session.protocol is None
 
 
+@pytest.mark.parametrize("said", [{}, {"protocol_version": None}, {"protocol_version": "1"}, {"protocol_version": BRIDGE_V1}])
+def test_a_worker_speaks_bridge_v1_by_its_name_its_number_or_without_a_word(said: dict[str, object]) -> None:
+    session = ServerSession(NodeLimits())
+    assert register(session, **said, replicas=[{"model": "m", "state": "loaded"}]).protocol == BRIDGE_V1
+    _, sent = session.open_stream(a_request())
+    assert json.loads(sent[0])["type"] == "request"
+
+
 @pytest.mark.parametrize(
     ("version", "frame"),
     [
