@@ -124,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m controlplane.serve_worker", description="Run Muster's background work.")
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write the process id here once tasks are taken")
     ready_file: Path | None = parser.parse_args(argv).ready_file
+    logging.captureWarnings(True)  # Celery warns of what it finds at its start
     app.steps["worker"].add(BeatThread)
     worker = NamedWorker(
         app=app,

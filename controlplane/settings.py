@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gateway.values import RequestOutcome
 from governance.states import ApprovalState, RunState
 from wire.client_address import TrustedProxies
 from wire.contract import NodeMode, NodeStatus, RequestState
+from wire.logs import FORMATS
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -243,7 +245,13 @@ SPECTACULAR_SETTINGS = {
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+    "formatters": {
+        "line": {
+            "()": "wire.logs.make_formatter",
+            "said": read_choice("MUSTER_LOG_FORMAT", dict.fromkeys(FORMATS, "")),
+            "is_terminal": sys.stderr.isatty(),
+        },
+    },
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": read_log_level("MUSTER_LOG_LEVEL")},
     # uvicorn logs the query string of worker sockets, where a legacy worker puts its secret.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from runner.config import RunnerConfig, read_config
 from runner.errors import ConfigError, InvalidSettings
 from runner.ledger.database import LedgerError
 from runner.limits import install
+from wire.logs import make_formatter
 
 
 def main() -> int:
@@ -37,25 +37,9 @@ def main() -> int:
     return 0
 
 
-class _JsonLines(logging.Formatter):
-    """One JSON object per line, for log collectors."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, ensure_ascii=False)
-
-
 def _start_log(config: RunnerConfig) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
-    handler.setFormatter(_JsonLines() if config.log_json else text)
+    handler.setFormatter(make_formatter(config.log_format, is_terminal=sys.stderr.isatty()))
     logging.basicConfig(level=(config.log_level or "info").upper(), handlers=[handler])
     for noisy in ("httpx", "httpx2", "huggingface_hub", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -17,6 +17,7 @@ from runner.definitions.fields import SWITCHES, TRANSLATABLE
 from runner.errors import ConfigError
 from runner.limits import Limits, limits
 from wire.limits import Bound, list_bounds
+from wire.logs import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,8 @@ class FilesConfig:
 class RunnerConfig:
     """Everything the process needs to know. ``engine`` None = only what settings or operations load.
 
-    ``log_level`` None = not given: the settings file may say. ``environment`` is what names limits, weights and engine
+    ``log_level`` None = not given: the settings file may say. ``log_format``: one of
+    ``wire.logs.FORMATS``. ``environment`` is what names limits, weights and engine
     defaults in variables of open-ended names. ``keeps_engine_errors``: the log has what engines say when they fail.
     ``tells_log``: the control plane may ask for the last lines of that log.
     ``limits``: what the process installs.
@@ -155,7 +157,7 @@ class RunnerConfig:
     operations: OperationsConfig
     files: FilesConfig
     log_level: str | None
-    log_json: bool
+    log_format: str
     keeps_engine_errors: bool
     tells_log: bool
     limits: Limits
@@ -187,10 +189,11 @@ the installation certifies it; --api-plain (MUSTER_API_PLAIN) leaves TLS to a pr
 The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), MAX_QUEUE_DEPTH (16),
 QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
 TENANT_WEIGHT_<tenant>, CUDA_VISIBLE_DEVICES, VLLM_MAX_MODEL_LEN, VLLM_GPU_MEMORY_UTILIZATION, VLLM_ENABLE_PREFIX_CACHING,
-LOG_LEVEL, LOG_FORMAT (text or json), ENABLE_METRICS, METRICS_PORT. MUSTER_KEEP_ENGINE_ERRORS (true: the log has what an engine
-says when it refuses or fails, without what it repeats of the request). MUSTER_TELL_LOG (true: operators may ask for its last
-lines). LLM_POOL_SETTINGS_PATH and LLM_POOL_LOCAL_SETTINGS_PATH name the settings files. MUSTER_HUB_ALLOW limits which
-repositories may be fetched (a comma list of patterns such as org/*).
+LOG_LEVEL, LOG_FORMAT (as MUSTER_LOG_FORMAT: json, console or auto, which is console on a terminal), ENABLE_METRICS,
+METRICS_PORT. MUSTER_KEEP_ENGINE_ERRORS (true: the log has what an engine says when it refuses or fails, without what it repeats
+of the request). MUSTER_TELL_LOG (true: operators may ask for its last lines). LLM_POOL_SETTINGS_PATH and
+LLM_POOL_LOCAL_SETTINGS_PATH name the settings files. MUSTER_HUB_ALLOW limits which repositories may be fetched (a comma list of
+patterns such as org/*).
 
 Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation token must prove; 2 unless the next one is set),
 VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens; with OP_TOKEN_LEVEL=0 /etc/safebox/model-api.key when it
@@ -386,9 +389,10 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         raise ConfigError(
             f"--log-level (MUSTER_LOG_LEVEL, LOG_LEVEL) must be one of {', '.join(LOG_LEVELS)}, not {log_level!r}"
         )
-    log_format = options.variable("LOG_FORMAT", "text").lower()
-    if log_format not in {"text", "json"}:
-        raise ConfigError(f"LOG_FORMAT must be text or json, not {log_format!r}")
+    log_format = (options.variable("MUSTER_LOG_FORMAT") or options.variable("LOG_FORMAT", "auto")).lower()
+    log_format = "console" if log_format == "text" else log_format  # the model-runner specification's word
+    if log_format not in FORMATS:
+        raise ConfigError(f"MUSTER_LOG_FORMAT (LOG_FORMAT) must be one of {', '.join(FORMATS)}, not {log_format!r}")
     budget = options.number("memory_budget_mb", 0, highest=1 << 30)
     return RunnerConfig(
         gateways=gateways,
@@ -408,7 +412,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         operations=_read_operations(options, files=files, shared_key=shared_key),
         files=files,
         log_level=LOG_LEVELS[log_level] if log_level else None,
-        log_json=log_format == "json",
+        log_format=log_format,
         keeps_engine_errors=options.switch("MUSTER_KEEP_ENGINE_ERRORS", default=True),
         tells_log=options.switch("MUSTER_TELL_LOG", default=True),
         limits=_read_limits(options),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from controlplane.env import read_float, read_list, read_text
+from controlplane.env import read_choice, read_float, read_list, read_text
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.installation import Credentials, Place, credentials_path
 from controlplane.launcher.postgres import Postgres
@@ -20,6 +20,7 @@ from controlplane.launcher.processes import Command
 from controlplane.launcher.supervisor import PartSpec
 from controlplane.launcher.valkey import Valkey
 from core.limits import limits
+from wire.logs import FORMATS, choose_format
 
 STOP_ORDER = (("node",), ("gateway",), ("worker", "control"), ("valkey",), ("postgres",))
 RUN_ID_VARIABLE = "MUSTER_RUN_ID"
@@ -38,6 +39,7 @@ _NOT_FOR_THE_NODE = (
 )
 FOR_THE_NODE = (
     "MUSTER_LOG_LEVEL",
+    "MUSTER_LOG_FORMAT",
     "MUSTER_OFFLINE_AFTER_S",
     "MUSTER_RUNNER_DRAIN_S",
     "MUSTER_OPS_PER_HOUR",
@@ -129,7 +131,14 @@ class Installation:
         """Return the whole environment of every Django process that the launcher starts."""
         # Without bytecode a gateway that died is back after four seconds of compiling instead of one of loading.
         ours = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        return {**_ALLOCATOR, **ours, **self.own_variables(), RUN_ID_VARIABLE: self.run_id, "PYTHONUNBUFFERED": "1"}
+        return {
+            **_ALLOCATOR,
+            **ours,
+            **self.own_variables(),
+            **_log_format(),
+            RUN_ID_VARIABLE: self.run_id,
+            "PYTHONUNBUFFERED": "1",
+        }
 
     def own_variables(self) -> dict[str, str]:
         """Return the variables that make a Django process one of this installation."""
@@ -226,6 +235,7 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
     environment = {
         **_ALLOCATOR,
         **node_environment(os.environ),
+        **_log_format(),
         "MODEL_BASE_PATH": str(place.models),
         # The credential goes by variable: a command line is there for everybody to read.
         "MUSTER_TOKEN": credentials.local_node_token,
@@ -241,6 +251,12 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
         ),
         stop_deadline_s=drain_s + 5.0,
     )
+
+
+def _log_format() -> dict[str, str]:
+    """Return the form of the logs of the parts: they are files, and whoever started the launcher at a terminal reads them."""
+    said = read_choice("MUSTER_LOG_FORMAT", dict.fromkeys(FORMATS, ""))
+    return {"MUSTER_LOG_FORMAT": choose_format(said, is_terminal=sys.stderr.isatty())}
 
 
 def node_environment(shell: Mapping[str, str]) -> dict[str, str]:

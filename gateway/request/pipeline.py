@@ -65,6 +65,7 @@ from wire import clock
 from wire.contract import RequestState
 from wire.engine_errors import quote_message
 from wire.ids import format_id, new_uuid7
+from wire.logs import bind_request
 
 logger = logging.getLogger("muster.gateway")
 
@@ -135,6 +136,13 @@ class Call:
     accepted: asyncio.Future[None] | None = None
     """Done when its row is durable; until then the client gets nothing of what is said."""
 
+    def describe(self) -> dict[str, object]:
+        """Return what a line of the log says of it."""
+        said: dict[str, object] = {"request": self.request_id}
+        if self.record is not None:
+            said |= {"tenant": self.record.tenant, "model": self.record.model, "node": self.record.node_name}
+        return said
+
 
 @dataclass(slots=True)
 class Pipeline:
@@ -183,6 +191,7 @@ class Pipeline:
     async def _conduct(self, call: Call, answering: Coroutine[Any, Any, Ending]) -> None:
         client, surface, request_id = call.client, call.surface, call.request_id
         ending = TORN_DOWN
+        fields = bind_request(call.describe)
         try:
             ending = await answering
         except GatewayError as raised:
@@ -196,6 +205,7 @@ class Pipeline:
             refuse(client, surface, error, request_id, call.extra, call.job.request if call.job is not None else None)
             raised.__traceback__ = None  # its frames hold the request, and are held by the error: a ring
         finally:
+            fields.close()
             client.unwatch()
             if call.keepalive is not None:
                 call.keepalive.stop()

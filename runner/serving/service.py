@@ -50,6 +50,7 @@ from wire import clock
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.events import open_end_reader
 from wire.limits import WIRE
+from wire.logs import RequestFields, bind_request
 from wire.messages_fields import FORMATS, find_unhonoured
 from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
@@ -208,9 +209,11 @@ class Slot:
     _is_counted: bool = False
     _body: bytes = b""
     _answer: Answer | None = None
+    _fields: RequestFields | None = None
 
     async def __aenter__(self) -> Answer:
         endpoint = self.request.endpoint
+        self._fields = bind_request(self._describe)
         if endpoint == TOKENIZE:
             return await self._serving.count(self.request)
         if endpoint == CONTINUATIONS:
@@ -333,6 +336,8 @@ class Slot:
         try:
             await self._let_go(error)
         finally:
+            if self._fields is not None:
+                self._fields.close()
             status = "cancelled"
             if error is None and answer is not None:
                 status = _name_end(answer)
@@ -354,6 +359,11 @@ class Slot:
                     await self._context.__aexit__(None, None, None)
             finally:
                 await self._free(error)
+
+    def _describe(self) -> dict[str, object]:
+        """Return what a line of the log says of the request."""
+        request = self.request
+        return {"request": request.request_id, "tenant": request.tenant, "model": request.model}
 
     async def _free(self, error: BaseException | None) -> None:
         model, replica, turn = self._model, self._replica, self._turn

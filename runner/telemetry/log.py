@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import traceback
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -13,23 +12,9 @@ from pathlib import Path
 from runner.limits import limits
 from wire import clock
 from wire.bridge import LogLine, LogTail
-from wire.credentials import CREDENTIAL_PATTERN
+from wire.logs import CUT_OUT, cut_secrets
 
-CUT_OUT = "[cut out]"
 _OWN = ("runner", "wire")
-_SECRETS = re.compile(
-    "|".join(
-        (
-            CREDENTIAL_PATTERN,
-            r"\b(?:hf|sk|pk|gh[a-z]|xox[a-z]|AKIA|eyJ)[-_A-Za-z0-9]{12,}(?:\.[-_A-Za-z0-9]+)*",
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*",
-            r"(?<=://)[^/\s@]+(?=@)",
-            r"(?i:\b(?:bearer|basic)\s+)\S+",
-            r"(?i:\b[\w-]*(?:token|secret|password|passwd|api[-_]?key|authorization|credential)\b[\"']?\s*[=:]\s*(?:(?:bearer|basic)\s+)?)\S+",
-        )
-    )
-)
-"""What looks like a credential, in whatever program's words it came."""
 
 
 class LogRing(logging.Handler):
@@ -91,5 +76,5 @@ class LogRing(logging.Handler):
             text += f" ({record.exc_info[0].__name__}{where})"
         for secret in self._secrets:
             text = text.replace(secret, CUT_OUT)
-        text = _SECRETS.sub(CUT_OUT, " | ".join(text.splitlines()))
+        text = cut_secrets(" | ".join(text.splitlines()))
         return "".join(c if c.isprintable() else " " for c in text[: self._limits.log_line_chars])

@@ -36,6 +36,7 @@ MUSTER_BEHIND_TLS | off | A TLS proxy stands in front: secure cookies, HSTS, and
 MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of proxies: `127.0.0.1,10.0.0.0/28`. The last address in \
 `X-Forwarded-For` that is none of them is the client's, for throttles and logs
 MUSTER_LOG_LEVEL | `info` | `debug` (`trace`), `info`, `warning` (`warn`), `error`, `critical`. For nodes too
+MUSTER_LOG_FORMAT | `auto` | `json`, `console`, or `auto`: text where standard error is a terminal, else JSON. For nodes too
 MUSTER_LANGUAGE | `en` | Language of mail and chat messages: `en`, `de`. Pages take the reader's
 MUSTER_ADMIN_PAGES | on | Off saves gateways and workers a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes

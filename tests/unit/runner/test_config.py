@@ -107,6 +107,7 @@ NAMELESS, ALONE = ["--gateway", "http://h"], ["--standalone"]
         (ALONE, {"MUSTER_OPS_PER_HOUR": "0"}, "MUSTER_OPS_PER_HOUR"), (ALONE, {"OP_TOKEN_MIN_SIGNERS": "0"}, "MIN_SIGNERS"),
         (ALONE, {"QUEUE_TIMEOUT_MS": "0"}, "QUEUE_TIMEOUT_MS"), (ALONE, {"METRICS_PORT": "70000"}, "METRICS_PORT"),
         (ALONE, {"ENABLE_METRICS": "perhaps"}, "ENABLE_METRICS"), (ALONE, {"LOG_FORMAT": "xml"}, "LOG_FORMAT"),
+        (ALONE, {"MUSTER_LOG_FORMAT": "yaml"}, "MUSTER_LOG_FORMAT.* one of auto, json, console, not 'yaml'"),
         (ALONE, {"LLM_POOL_SETTINGS_PATH": "/does/not/exist.json"}, "LLM_POOL_SETTINGS_PATH"),
         (ALONE, {"MUSTER_LOG_LEVEL": "verbose"}, "MUSTER_LOG_LEVEL.* must be one of trace, debug, .*, not 'verbose'"),
     ],
@@ -146,7 +147,7 @@ def test_the_variables_of_the_model_runner_specification_are_read(tmp_path: Path
     wanted = config.operations
     assert (wanted.key_path, wanted.level, wanted.min_signers, wanted.runner_id) == (Path("/etc/key"), 1, 3, "box-7")
     assert (config.max_queue_depth, config.limits.admission.timeout_s, config.gpu_ids) == (4, 1.5, (0, 2))
-    assert (config.log_level, config.log_json) == ("debug", True)
+    assert (config.log_level, config.log_format) == ("debug", "json")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner.telemetry.log import CUT_OUT, LogRing
+from runner.telemetry.log import LogRing
 from tests.fakes.limits import set_runner_limits
 from wire.bridge import LogLine, LogQuery, LogTail, decode_server_message, decode_worker_message, encode_message
 from wire.credentials import CredentialKind, mint_credential
+from wire.logs import CUT_OUT
 
 log = logging.getLogger("runner.pool.loads")
 
