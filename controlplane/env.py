@@ -6,17 +6,19 @@ Standard library only: the launcher uses it before anything is installed.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from core.limits import Limits
-from wire.limits import list_bounds
+from wire.limits import WIRE, list_bounds
+from wire.variables import Alias, Variable, describe_aliases, find_variable, print_problems, read_rust_log
 
 if TYPE_CHECKING:
     from core.valkey import ValkeyAddress
@@ -29,6 +31,7 @@ _BOUNDS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "10000",
 }
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}\Z")
 Number = TypeVar("Number", int, float)
 
 LOG_LEVELS = {
@@ -42,18 +45,30 @@ LOG_LEVELS = {
 }
 """Words for a log level, in any case, and what Python calls each. ``runner.config.options`` has the same for a node."""
 
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """A variable that this process read. ``text``: what holds, as one would write it; ``origin``: where that comes from."""
-
-    name: str
-    text: str
-    origin: Literal["variable", "file", "default"]
-
+ALIASES = (
+    Alias("LISTEN_ADDR", "MUSTER_LISTEN", "--listen"),
+    Alias("PROVIDER_NAME", "MUSTER_PROVIDER", "--provider"),
+    Alias("WORKER_SECRET", "MUSTER_WORKER_SECRET", "--worker-secret"),
+    Alias("MODELRELAY_ADMIN_TOKEN", "MUSTER_ADMIN_TOKEN", "--admin-token"),
+    Alias("MODELRELAY_REQUIRE_API_KEYS", "MUSTER_REQUIRE_API_KEYS", "--require-api-keys"),
+    Alias("MODELRELAY_REJECT_UNVERSIONED_WORKERS", "MUSTER_REJECT_UNVERSIONED_WORKERS"),
+    # There 0 is no bound; here it lets nobody wait.
+    Alias("MAX_QUEUE_LEN", "MUSTER_MAX_QUEUE_LEN", "--max-queue-len", lambda text: "1000000" if text == "0" else text),
+    Alias("QUEUE_TIMEOUT_SECS", "MUSTER_QUEUE_TIMEOUT_S", "--queue-timeout"),
+    Alias("REQUEST_TIMEOUT_SECS", "MUSTER_REQUEST_TIMEOUT_S", "--request-timeout"),
+    Alias("RUST_LOG", "MUSTER_LOG_LEVEL", read=read_rust_log),
+    Alias("LOG_LEVEL", "MUSTER_LOG_LEVEL", "--log-level"),
+)
+"""What servers read for users of ModelRelay where ours is not set; the first counts. ``runner.config`` has a node's."""
 
 _READ: dict[str, Variable] = {}
 """By name, in the order in which they were first asked for."""
+
+
+class _Errors:
+    """What is wrong so far, while settings are read as a whole; None = the first mistake is raised."""
+
+    collected: ClassVar[list[str] | None] = None
 
 
 def list_variables() -> list[Variable]:
@@ -61,8 +76,43 @@ def list_variables() -> list[Variable]:
     return list(_READ.values())
 
 
+def list_problems() -> list[str]:
+    """Return what is wrong with the variables that this process has read."""
+    return list(dict.fromkeys(variable.problem for variable in _READ.values() if variable.problem))
+
+
+def list_alias_notes() -> list[str]:
+    """Return a sentence for each alias in the environment: what it is read as, or what wins over it."""
+    return describe_aliases(os.environ, ALIASES)
+
+
 class SettingError(ValueError):
     """A variable holds something that cannot be used; the text says which and what would do."""
+
+
+def collect_errors() -> None:
+    """Read on after a mistake from now on, with the default, until ``raise_errors``."""
+    _Errors.collected = []
+
+
+def raise_errors() -> None:
+    """Raise one SettingError that has every mistake since ``collect_errors``; a later one is raised where it is made."""
+    problems, _Errors.collected = list(dict.fromkeys(_Errors.collected or [])), None
+    if problems:
+        raise SettingError(print_problems(problems))
+
+
+def refuse(name: str, what: str) -> None:
+    """Say that a variable cannot be used. Raises SettingError; while errors are collected, at the end of that."""
+    _note_problem(name, f"{_READ.get(name, Variable(name, '', 'variable')).subject} {what}")
+
+
+def _note_problem(name: str, problem: str) -> None:
+    if name in _READ:
+        _READ[name] = replace(_READ[name], problem=problem)
+    if _Errors.collected is None:
+        raise SettingError(problem)
+    _Errors.collected.append(problem)
 
 
 def report_setting_errors() -> None:
@@ -77,30 +127,33 @@ def report_setting_errors() -> None:
     sys.excepthook = report
 
 
-def read_text(name: str, default: str = "") -> str:
-    """Return the variable, or the content of the file that ``NAME_FILE`` names, or ``default``."""
-    value = os.environ.get(name)
-    if value is not None:
-        _READ[name] = Variable(name, value, "variable")
+def read_text(name: str, default: str = "", *, allowed: str = "") -> str:
+    """Return the variable, the content of the file that ``NAME_FILE`` names, what an alias says, or ``default``."""
+    found = find_variable(name, os.environ, ALIASES)
+    if found is None:
+        _READ[name] = Variable(name, default, "default", default=default, allowed=allowed)
+        return default
+    _READ[name] = found = replace(found, default=default, allowed=allowed)
+    if found.origin != "file":
+        return found.text
+    try:
+        value = Path(found.source).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        _note_problem(name, f"{name}_FILE: cannot read {found.source}: {error.strerror}")
+    except UnicodeDecodeError:
+        _note_problem(name, f"{name}_FILE: cannot read {found.source}: it is no text in UTF-8")
+    else:
+        _READ[name] = replace(found, text=value)
         return value
-    path = os.environ.get(f"{name}_FILE")
-    if path:
-        try:
-            value = Path(path).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise SettingError(f"{name}_FILE: cannot read {path}: {error.strerror}") from error
-        _READ[name] = Variable(name, value, "file")
-        return value
-    _READ[name] = Variable(name, default, "default")
     return default
 
 
-def _read_raw(name: str, default: object) -> str:
+def _read_raw(name: str, default: object, allowed: str) -> str:
     """Return the variable's text, "" when it is not set; ``default`` is what its reader takes then."""
-    raw = read_text(name).strip()
-    if not raw:
-        number = int(default) if isinstance(default, float) and default.is_integer() else default
-        _READ[name] = Variable(name, str(number), "default")
+    number = int(default) if isinstance(default, float) and default.is_integer() else default
+    raw = read_text(name, allowed=allowed).strip()
+    read = replace(_READ[name], default=str(number))
+    _READ[name] = read if raw or read.problem else replace(read, text=str(number), origin="default", source="")
     return raw
 
 
@@ -115,50 +168,84 @@ def read_float(name: str, default: float, *, minimum: float = 0.0) -> float:
 
 
 def _read_number(name: str, default: Number, minimum: Number, kind: Callable[[str], Number], what: str) -> Number:
-    raw = _read_raw(name, default)
+    raw = _read_raw(name, default, f"{what} of at least {minimum:g}")
     if not raw:
         return default
     try:
         value = kind(raw)
     except ValueError:
-        raise SettingError(f"{name} must be {what}, not {raw!r}") from None
+        refuse(name, f"must be {what}, not {raw!r}")
+        return default
     if not value >= minimum:  # said so, it holds for what is no number either
-        raise SettingError(f"{name} must be at least {minimum}, not {value}")
+        refuse(name, f"must be at least {minimum}, not {value}")
+        return default
     return value
 
 
 def read_bool(name: str, *, default: bool) -> bool:
     """Return the variable as a switch: 1, true, yes, on or 0, false, no, off."""
-    raw = _read_raw(name, "on" if default else "off").lower()
-    if not raw:
-        return default
+    raw = _read_raw(name, "on" if default else "off", "1/true/yes/on or 0/false/no/off").lower()
     if raw in {"1", "true", "yes", "on"}:
         return True
     if raw in {"0", "false", "no", "off"}:
         return False
-    raise SettingError(f"{name} must be one of 1/true/yes/on or 0/false/no/off, not {raw!r}")
+    if raw:
+        refuse(name, f"must be one of 1/true/yes/on or 0/false/no/off, not {raw!r}")
+    return default
 
 
 def read_log_level(name: str) -> str:
     """Return Python's name of the log level in the variable, INFO when it is not set. Raises SettingError."""
-    raw = _read_raw(name, "info") or "info"
+    raw = _read_raw(name, "info", ", ".join(LOG_LEVELS)) or "info"
     level = LOG_LEVELS.get(raw.lower())
     if level is None:
-        raise SettingError(f"{name} must be one of {', '.join(LOG_LEVELS)}, not {raw!r}")
-    return level
+        refuse(name, f"must be one of {', '.join(LOG_LEVELS)}, not {raw!r}")
+    return level or "INFO"
 
 
 def read_choice(name: str, choices: Mapping[str, str]) -> str:
     """Return the variable, one of ``choices``; the first of them when it is not set. Raises SettingError."""
-    raw = _read_raw(name, next(iter(choices))).lower() or next(iter(choices))
+    first = next(iter(choices))
+    raw = _read_raw(name, first, ", ".join(choices)).lower() or first
     if raw not in choices:
-        raise SettingError(f"{name} must be one of {', '.join(choices)}, not {raw!r}")
+        refuse(name, f"must be one of {', '.join(choices)}, not {raw!r}")
+        return first
     return raw
 
 
 def read_list(name: str, default: list[str] | None = None) -> list[str]:
-    raw = _read_raw(name, ",".join(default or []))
+    raw = _read_raw(name, ",".join(default or []), "a list, separated by commas")
     return [part.strip() for part in raw.split(",") if part.strip()] if raw else list(default or [])
+
+
+def read_name(name: str, default: str) -> str:
+    """Return a name of letters, digits, hyphens and underscores. Raises SettingError."""
+    text = _read_raw(name, default, "letters, digits, - and _") or default
+    if not _NAME.match(text):
+        refuse(name, f"must be 1 to 60 letters, digits, hyphens or underscores, not {text!r}")
+        return default
+    return text
+
+
+def read_address(name: str, default: str) -> tuple[str, int]:
+    """Return host and port of an address to listen on, such as 127.0.0.1:8080 or [::1]:8080. Raises SettingError."""
+    raw = _read_raw(name, default, "HOST:PORT") or default
+    host, _, port = raw.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        refuse(name, f"must be an address and a port such as 127.0.0.1:8080, not {raw!r}")
+        host, _, port = default.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def read_secret(name: str) -> str:
+    """Return a secret that the operator chose, empty = none. Raises SettingError for one that is easily guessed or mistyped."""
+    least = WIRE.least_secret_chars
+    text = read_text(name, allowed=f"at least {least} characters: letters, digits and signs, no spaces").strip()
+    if text and (len(text) < least or not text.isascii() or not text.isprintable() or " " in text):
+        advice = "make one with `openssl rand -hex 24`"
+        refuse(name, f"must have at least {least} letters, digits or signs, without spaces: {advice}")
+        return ""
+    return text
 
 
 def read_limits() -> Limits:
@@ -168,12 +255,13 @@ def read_limits() -> Limits:
         values = getattr(chosen, section.name)
         told: dict[str, float] = {}
         for bound in list_bounds(values):
-            if bound.setting and _read_raw(bound.setting, bound.default / bound.factor):
-                if isinstance(bound.default, int):
-                    value: float = read_int(bound.setting, 0, minimum=int(bound.minimum))
-                else:
-                    value = read_float(bound.setting, 0.0, minimum=bound.minimum)
-                told[bound.name] = value * bound.factor
+            if not bound.setting:
+                continue
+            if isinstance(bound.default, int):
+                value: float = read_int(bound.setting, bound.default // bound.factor, minimum=int(bound.minimum))
+            else:
+                value = read_float(bound.setting, bound.default / bound.factor, minimum=bound.minimum)
+            told[bound.name] = value * bound.factor
         chosen = replace(chosen, **{section.name: replace(values, **told)})
     return chosen
 
@@ -182,7 +270,8 @@ def read_networks(name: str) -> list[IPv4Network | IPv6Network]:
     try:
         return [ip_network(text) for text in read_list(name)]
     except ValueError as error:
-        raise SettingError(f"{name}: {error}; list addresses and networks such as 127.0.0.1,10.0.0.0/24") from None
+        refuse(name, f"cannot be used: {error}; list addresses and networks such as 127.0.0.1,10.0.0.0/24")
+        return []
 
 
 def read_valkey(name: str) -> ValkeyAddress:
@@ -191,19 +280,26 @@ def read_valkey(name: str) -> ValkeyAddress:
     from core.valkey import DEFAULT_URL, read_address
 
     try:
-        return read_address(read_text(name) or DEFAULT_URL)
+        return read_address(read_text(name, allowed="redis://, rediss://, unix:// or sentinel://") or DEFAULT_URL)
     except ValueError as error:
-        raise SettingError(f"{name} {error}") from None
+        refuse(name, str(error))
+        return read_address(DEFAULT_URL)
 
 
 def read_database(url: str) -> dict[str, object]:
     """Return Django's settings for ``postgresql://user:pass@host:port/name?host=/socket/dir``."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port_in_url = str(parts.port) if parts.port else ""
+    except ValueError as error:
+        refuse("DATABASE_URL", f"cannot be used: {error}")
+        return read_database("postgresql:///")
     if parts.scheme not in {"postgres", "postgresql"}:
-        raise SettingError("DATABASE_URL must start with postgresql://; other databases are not supported")
+        refuse("DATABASE_URL", "must start with postgresql://; other databases are not supported")
+        return read_database("postgresql:///")
     query = dict(parse_qsl(parts.query))
     host = query.pop("host", "") or parts.hostname or ""
-    port = query.pop("port", "") or (str(parts.port) if parts.port else "")
+    port = query.pop("port", "") or port_in_url
     return {
         "ENGINE": "core.db",
         "NAME": unquote(parts.path.lstrip("/")) or "muster",

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from django.db import Error as DatabaseFailure
 from django.db import connections
 
-from controlplane.env import report_setting_errors
+from controlplane.env import list_alias_notes, report_setting_errors
 from core.db.base import limit_process
 from core.db.threads import with_kept_connection
 from core.limits import limits
@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         stop_grace_s=arguments.stop_grace,
         server_name="muster",
     )
+    for line in list_alias_notes():
+        logger.info("settings.alias %s", line)
     logger.info("control_starting host=%s port=%d", arguments.host, arguments.port)
     looks = [
         Reconciler(reconcile, pause_s=limits().console.reconcile_s),

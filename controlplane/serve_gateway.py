@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 
-from controlplane.env import report_setting_errors
+from controlplane.env import list_alias_notes, report_setting_errors
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="serve_gateway", description="Serve Muster's client API and its worker socket.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--host", help="address to listen on (default: that of MUSTER_LISTEN, or 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="its port (default: that of MUSTER_LISTEN, or 8080)")
     parser.add_argument("--fd", type=int, help="an inherited socket, bound to that port; who holds it too keeps it listening")
     arguments = parser.parse_args()
     # Until GatewayApp has started and sets its own: to look for garbage among what is loaded takes a fifth of the start.
@@ -22,9 +25,14 @@ def main() -> None:
     import django
 
     django.setup()
+    from django.conf import settings
+
     from controlplane.gateway_server.server import serve
 
-    serve(host=arguments.host, port=arguments.port, fd=arguments.fd)
+    for line in list_alias_notes():
+        logger.info("settings.alias %s", line)
+    host, port = settings.GATEWAY_LISTEN
+    serve(host=arguments.host or host, port=port if arguments.port is None else arguments.port, fd=arguments.fd)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from controlplane.env import (
+    collect_errors,
+    raise_errors,
+    read_address,
     read_bool,
     read_choice,
     read_database,
@@ -14,7 +17,9 @@ from controlplane.env import (
     read_limits,
     read_list,
     read_log_level,
+    read_name,
     read_networks,
+    read_secret,
     read_text,
     read_valkey,
 )
@@ -27,6 +32,7 @@ from wire.logs import FORMATS
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
+collect_errors()  # all that is wrong is said at the end of this module
 DEBUG = read_bool("MUSTER_DEBUG", default=False)
 SECRET_KEY = read_text("MUSTER_SECRET_KEY")
 # Off in a process that never shows the admin site (gateway, worker): its modules are not even loaded then.
@@ -281,6 +287,11 @@ GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")
 # What the acknowledgement tells our own nodes to dial as well; empty = only the gateway they found.
 GATEWAY_ADVERTISED_URLS = read_list("MUSTER_GATEWAY_URLS")
 CLUSTER_SECRET = read_text("MUSTER_CLUSTER_SECRET")
+# Where a gateway listens that is given no other address.
+GATEWAY_LISTEN = read_address("MUSTER_LISTEN", "127.0.0.1:8080")
+# Off: requests without a key are those of the tenant ``keyless``. Where a gateway listens for others, that must be named too.
+REQUIRE_API_KEYS = read_bool("MUSTER_REQUIRE_API_KEYS", default=True)
+KEYLESS_ADDRESSES = read_list("MUSTER_KEYLESS_ADDRESSES")
 PUBLIC_MODEL_LIST = read_bool("MUSTER_PUBLIC_MODEL_LIST", default=True)
 # Origins whose pages may call the API from a browser; "*" = all. Empty = none.
 CORS_ORIGINS = read_list("MUSTER_CORS_ORIGINS")
@@ -288,6 +299,10 @@ METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
 # Folders with a model's tokenizer.json, to count tokens without asking a node. Empty = nodes are asked.
 TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
 
+# Secrets of the operator's own: a node credential, for nodes of that provider, and an admin token.
+OWN_WORKER_SECRET = read_secret("MUSTER_WORKER_SECRET")
+OWN_ADMIN_TOKEN = read_secret("MUSTER_ADMIN_TOKEN")
+OWN_PROVIDER = read_name("MUSTER_PROVIDER", "local")
 # Whether a node may show its secret in the URL of its socket, as old workers do.
 NODE_ALLOW_QUERY_SECRET = read_bool("MUSTER_ALLOW_QUERY_SECRET", default=True)
 # Whether a worker must say which protocol it speaks; old ones do not.
@@ -352,3 +367,4 @@ UNFOLD = {
     "SHOW_HISTORY": False,
     "SHOW_VIEW_ON_SITE": False,
 }
+raise_errors()

@@ -36,13 +36,10 @@ from nodes.pages import count_runner_versions
 from nodes.services.certificates import list_authorities
 from wire import RELEASE, clock
 from wire.limits import MIB, Bound, list_bounds
+from wire.variables import hide_secret
 
-_SECRET = re.compile(r"(SECRET|PASSWORD|_KEY)$")
-_SWITCHES = frozenset({"on", "off", "true", "false", "yes", "no", "1", "0"})
 _MARKUP = re.compile(r"\[([^\]]*)\]\([^)]*\)|`")
 """Links and code of the documentation, whose words these are too."""
-_LOGIN = re.compile(r"(?<=://)[^/@\s]*@")
-HIDDEN = "••••••"
 
 
 class Sign(StrEnum):
@@ -79,11 +76,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A variable and what holds. ``origin``: ``variable``, ``file`` or ``default``; ``meaning``: what a limit is about."""
+    """A variable and what holds; ``origin`` and ``source`` as in ``wire.variables``. ``meaning``: what a limit is about."""
 
     name: str
     text: str
     origin: str
+    source: str = ""
     meaning: str = ""
 
 
@@ -107,17 +105,10 @@ def read_settings() -> list[Setting]:
     """Return every variable that this process read at its start, with secrets hidden."""
     meanings = {bound.setting: _MARKUP.sub(r"\1", bound.then) for bound in _list_bounds() if bound.setting}
     found = [
-        Setting(read.name, hide_secret(read.name, read.text), read.origin, meanings.get(read.name, ""))
+        Setting(read.name, hide_secret(read.name, read.text), read.origin, read.source, meanings.get(read.name, ""))
         for read in list_variables()
     ]
     return sorted(found, key=lambda setting: setting.name)
-
-
-def hide_secret(name: str, text: str) -> str:
-    """Return what may be shown of a variable: not what a secret is, nor the login in an address."""
-    if _SECRET.search(name) and text.lower() not in _SWITCHES:
-        return HIDDEN if text else ""
-    return _LOGIN.sub(f"{HIDDEN}@", text)
 
 
 def _list_bounds() -> list[Bound]:

@@ -9,15 +9,20 @@ import os
 import sys
 
 from runner.app import run_runner
-from runner.config import RunnerConfig, read_config
+from runner.config import ALIASES, RunnerConfig, read_config, read_options
 from runner.errors import ConfigError, InvalidSettings
 from runner.ledger.database import LedgerError
 from runner.limits import install
 from wire.logs import make_formatter
+from wire.variables import describe_aliases, report_variables
+
+log = logging.getLogger("runner")
 
 
 def main() -> int:
     """Run the node; return the exit status: 0 after an orderly end, 2 for options that cannot be used."""
+    if sys.argv[1:2] == ["config"]:
+        return show_config(sys.argv[2:])
     try:
         config = read_config(sys.argv[1:], os.environ)
     except ConfigError as error:
@@ -25,6 +30,8 @@ def main() -> int:
         return 2
     install(config.limits)
     _start_log(config)
+    for line in describe_aliases(os.environ, ALIASES):
+        log.info("%s", line)
     gc.collect()
     gc.freeze()  # what was imported stays; a request makes some hundred objects, and few of them in circles
     gc.set_threshold(20_000, 20, 20)
@@ -35,6 +42,17 @@ def main() -> int:
         sys.stderr.write(f"runner: {error}\n")
         return 2
     return 0
+
+
+def show_config(words: list[str]) -> int:
+    """Print every setting of a node with the options in ``words``; ``--check``: what is wrong, and 1 when anything is."""
+    own = {word for word in words if word in {"--json", "--check"}}
+    _config, options = read_options([word for word in words if word not in own], os.environ)
+    problems, notes = list(dict.fromkeys(options.problems)), describe_aliases(os.environ, ALIASES)
+    is_check = "--check" in own
+    shown = report_variables(options.read.values(), problems, notes, as_json="--json" in own, is_check=is_check)
+    sys.stdout.write(f"{shown}\n")
+    return int(is_check and bool(problems))
 
 
 def _start_log(config: RunnerConfig) -> None:

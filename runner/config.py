@@ -8,16 +8,21 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from runner.definitions.fields import SWITCHES, TRANSLATABLE
 from runner.errors import ConfigError
 from runner.limits import Limits, limits
-from wire.limits import Bound, list_bounds
+from wire.limits import WIRE, Bound, list_bounds
 from wire.logs import FORMATS
+from wire.variables import Alias, Variable, find_variable, print_problems, read_rust_log
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,67 +232,152 @@ def split_url(option: str, url: str, schemes: set[str]) -> SplitResult:
     return parts
 
 
+ALIASES = (
+    Alias("PROXY_URL", "MUSTER_GATEWAY", "--proxy-url"),
+    Alias("WORKER_SECRET", "MUSTER_TOKEN", "--worker-secret"),
+    Alias("WORKER_NAME", "MUSTER_NAME", "--worker-name"),
+    Alias("PROVIDER_NAME", "MUSTER_PROVIDER", "--provider"),
+    Alias("BACKEND_URL", "MUSTER_BACKEND_URL", "--backend-url"),
+    Alias("MODELS", "MUSTER_MODELS", "--models"),
+    Alias("MAX_CONCURRENCY", "MUSTER_MAX_CONCURRENT", "--max-concurrency"),
+    Alias("RUST_LOG", "MUSTER_LOG_LEVEL", read=read_rust_log),
+    Alias("LOG_LEVEL", "MUSTER_LOG_LEVEL", "--log-level"),
+    Alias("LOG_FORMAT", "MUSTER_LOG_FORMAT", read=lambda text: "console" if text.lower() == "text" else text),
+)
+"""What a node reads for users of ModelRelay's worker, and of the model-runner specification (``LOG_…``), where ours is not set.
+
+The first that is set counts. ``controlplane.env`` has a server's.
+"""
+
+
 class Options:
-    """One place to look an option up: flag, then environment, then default."""
+    """One place to look an option up: flag, then environment, then default.
+
+    What cannot be used is noted, and ``finish`` raises all of it.
+    """
 
     _ENV = {"backend": "MUSTER_BACKEND_URL"}
 
     def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
         self.args = args
         self._env = env
+        self.problems: list[str] = []
+        self.read: dict[str, Variable] = {}
+        """By variable, what was found."""
 
-    def variable(self, name: str, default: str = "") -> str:
-        return self._env.get(name, "").strip() or default
+    def finish(self) -> None:
+        """Raise ConfigError with everything that was noted."""
+        if self.problems:
+            raise ConfigError(print_problems(list(dict.fromkeys(self.problems))))
 
-    def switch(self, variable: str, *, default: bool) -> bool:
-        return read_switch(variable, self.variable(variable), default=default)
+    def refuse(self, message: str, variable: str = "") -> None:
+        self.problems.append(message)
+        if variable in self.read:
+            self.read[variable] = replace(self.read[variable], problem=message)
+
+    def attempt(self, read: Callable[[], Value], default: Value) -> Value:
+        """Return what ``read`` returns, ``default`` when it cannot be used."""
+        try:
+            return read()
+        except ConfigError as error:
+            message = str(error)
+            option, _, rest = message.removeprefix("--").partition(" ")
+            variable = self.variable_of(option.replace("-", "_"))
+            if message.startswith("--") and variable in self.read:
+                message = f"{self.subject(variable, option)} {rest}"
+            self.refuse(message, variable)
+            return default
+
+    def variable(self, name: str, default: str = "", *, allowed: str = "") -> str:
+        return self._look_up(name, default, allowed=allowed)
+
+    def switch(self, variable: str, *, default: bool, option: str = "") -> bool:
+        if option and getattr(self.args, option):
+            self.read[variable] = Variable(variable, "true", "option", f"--{option.replace('_', '-')}")
+            return True
+        text = self.variable(variable, "true" if default else "false", allowed="true or false")
+        return self.attempt(lambda: read_switch(self.subject(variable), text, default=default), default)
 
     def whole(self, variable: str, default: int, *, lowest: int, highest: int) -> int:
-        return _read_whole(variable, self.variable(variable), default, lowest=lowest, highest=highest)
+        text = self.variable(variable, str(default), allowed=f"a whole number from {lowest} to {highest}")
+        return self._check_whole(variable, text, default, lowest=lowest, highest=highest)
 
-    def text(self, name: str, default: str = "") -> str:
+    def text(self, name: str, default: str = "", *, allowed: str = "") -> str:
         """Return an option as text, trimmed; an empty one counts as not given."""
-        value = getattr(self.args, name, None)
-        if value is None:
-            value = self._env.get(self._ENV.get(name, f"MUSTER_{name.upper()}"))
-        return str(value).strip() or default if value is not None else default
+        return self._look_up(self.variable_of(name), default, option=name, allowed=allowed)
 
     def texts(self, name: str) -> list[str]:
-        given = getattr(self.args, name, None)
-        whole = ",".join(given) if given else self._env.get(f"MUSTER_{name.upper()}", "")
+        whole = self._look_up(self.variable_of(name), "", option=name, allowed="a list, separated by commas")
         return [part.strip() for part in whole.split(",") if part.strip()]
 
     def secret(self, name: str) -> str:
         """Return a secret given directly or as the path of a file that holds it."""
-        value = getattr(self.args, name, None)
+        variable, option = self.variable_of(name), f"--{name.replace('_', '-')}"
         path = getattr(self.args, f"{name}_file", None)
-        variable = f"MUSTER_{name.upper()}"
-        if value is None and path is None:
-            value, path = self._env.get(variable), self._env.get(f"{variable}_FILE")
-        if value is not None:
-            return str(value).strip()
-        if not path:
-            return ""
+        if getattr(self.args, name, None) is not None or path is None:
+            value = self._look_up(variable, "", option=name, has_file=True)
+            if self.read[variable].origin != "file":
+                return value
+            path = value
+        else:
+            self.read[variable] = Variable(variable, "", "option", f"{option}-file")
         try:
-            return Path(path).read_text(encoding="utf-8").strip()
+            value = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the {name} from {path}: {error}") from None
+            self.refuse(f"cannot read the {name} from {path}: {error}", variable)
+            return ""
+        self.read[variable] = replace(self.read[variable], text=value)
+        return value
 
     def number(self, name: str, default: int, *, highest: int) -> int:
-        """Return an option that is a whole number from 1 to ``highest``. Raises ConfigError."""
-        return _read_whole(f"--{name.replace('_', '-')}", self.text(name), default, lowest=1, highest=highest)
+        """Return an option that is a whole number from 1 to ``highest``."""
+        text = self.text(name, str(default), allowed=f"a whole number from 1 to {highest}")
+        return self._check_whole(self.variable_of(name), text, default, lowest=1, highest=highest)
 
     def seconds(self, variable: str, default: float) -> float:
-        raw = self._env.get(variable, "").strip()
-        if not raw:
+        raw = self.variable(variable, f"{default:g}", allowed="a number of seconds from 0.05 to 86400")
+        if self.read[variable].origin == "default":
             return default
         try:
             value = float(raw)
         except ValueError:
             value = 0.0
         if not 0.05 <= value <= 86400:
-            raise ConfigError(f"{variable} must be a number of seconds from 0.05 to 86400, not {raw!r}")
+            message = f"{self.subject(variable)} must be a number of seconds from 0.05 to 86400, not {raw!r}"
+            self.refuse(message, variable)
+            return default
         return value
+
+    def variable_of(self, option: str) -> str:
+        return self._ENV.get(option, f"MUSTER_{option.upper()}")
+
+    def subject(self, variable: str, option: str = "") -> str:
+        """Return what an error names: whatever was given, and the option that it stands for."""
+        found = self.read.get(variable)
+        if found is None or found.origin in {"option", "default"}:
+            return f"--{option}" if option else variable if found is None else found.source or variable
+        return f"{variable} (--{option})" if option and found.origin == "variable" else found.subject
+
+    def _look_up(self, variable: str, default: str, *, option: str = "", allowed: str = "", has_file: bool = False) -> str:
+        given = getattr(self.args, option, None) if option else None
+        if given is not None:
+            text = ",".join(given) if isinstance(given, list) else str(given)
+            found = Variable(variable, text, "option", f"--{option.replace('_', '-')}")
+        else:
+            found = find_variable(variable, self._env, ALIASES, has_file=has_file) or Variable(variable, "", "default")
+        text = found.text.strip()
+        if not text:
+            found = Variable(variable, default, "default")
+        self.read[variable] = replace(found, text=text or default, default=default, allowed=allowed)
+        return text or default
+
+    def _check_whole(self, variable: str, raw: str, default: int, *, lowest: int, highest: int) -> int:
+        if raw.isascii() and raw.isdecimal() and lowest <= int(raw) <= highest:
+            return int(raw)
+        if self.read[variable].origin != "default":
+            message = f"{self.subject(variable)} must be a whole number from {lowest} to {highest}, not {raw!r}"
+            self.refuse(message, variable)
+        return default
 
 
 def read_switch(variable: str, text: str, *, default: bool) -> bool:
@@ -296,14 +386,6 @@ def read_switch(variable: str, text: str, *, default: bool) -> bool:
     if word and word not in SWITCHES:
         raise ConfigError(f"{variable} must be true or false, not {word!r}")
     return SWITCHES.get(word, default)
-
-
-def _read_whole(name: str, raw: str, default: int, *, lowest: int, highest: int) -> int:
-    if not raw:
-        return default
-    if not raw.isdecimal() or not lowest <= int(raw) <= highest:
-        raise ConfigError(f"{name} must be a whole number from {lowest} to {highest}, not {raw!r}")
-    return int(raw)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -315,8 +397,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--gateway", action="append", metavar="URL", help="gateway to dial; may be repeated or a comma list")
-    add("--token", help="worker credential (msw_…); the environment or a file keeps it out of the process list")
+    add("--gateway", "--proxy-url", action="append", metavar="URL", help="gateway to dial; may be repeated or a comma list")
+    add(
+        "--token",
+        "--worker-secret",
+        help="worker credential (msw_…); the environment or a file keeps it out of the process list",
+    )
     add("--token-file", metavar="FILE", help="file that holds the worker credential")
     add("--standalone", action="store_true", help="serve without a gateway, on the node's own HTTP port")
     add("--api-port", metavar="PORT", help="port of the node's own HTTP API (default with --standalone: 8090; 0 = any)")
@@ -336,13 +422,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
     add("--memory-budget-mb", metavar="N", help="memory that all models together may take (default: what is free)")
     add("--provider", help="provider this node belongs to (default: local)")
-    add("--backend", metavar="URL", help="OpenAI-compatible server to front, such as http://127.0.0.1:11434")
+    add("--backend", "--backend-url", metavar="URL", help="OpenAI-compatible server to front, such as http://127.0.0.1:11434")
     add("--backend-key", metavar="KEY", help="bearer key of that server")
     add("--models", action="append", metavar="A,B", help="models to offer (default: what the backend lists)")
     add("--translate", action="append", metavar="A,B", help="messages, responses: have gateways translate what is asked there")
     add("--tidy", action="store_true", help="put chunks of its chat streams right for strict clients")
-    add("--max-concurrent", metavar="N", help="requests served at the same time (default: 4)")
-    add("--name", help="name of this node (default: its host name)")
+    add("--max-concurrent", "--max-concurrency", metavar="N", help="requests served at the same time (default: 4)")
+    add("--name", "--worker-name", help="name of this node (default: its host name)")
     add("--engine", metavar="ENGINE", help="embedded engine: llamacpp (default)")
     add("--model-path", metavar="FILE", help="GGUF file to serve from the start (default: the shipped tiny model)")
     add("--model-name", metavar="NAME", help="name that clients use for it (default: muster-tiny, or the file's name)")
@@ -373,30 +459,43 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
 
     ``shared_key``: the key file of the specification, taken at level 0 when it is there and no other is named.
     """
+    config, options = read_options(argv, env, shared_key=shared_key)
+    options.finish()
+    return config
+
+
+def read_options(
+    argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path = SHARED_KEY_PATH
+) -> tuple[RunnerConfig, Options]:
+    """Return what ``read_config`` does, with defaults where something cannot be used, and what was read and is wrong."""
     options = Options(build_parser().parse_args(argv), env)
-    gateways = tuple(dict.fromkeys(normalise_gateway(url) for url in options.texts("gateway")))
+    named = options.texts("gateway")
+    gateways = tuple(dict.fromkeys(url for one in named if (url := options.attempt(partial(normalise_gateway, one), ""))))
     is_alone = bool(options.args.standalone)
-    if not gateways and not is_alone:
-        raise ConfigError("no gateway: give --gateway http://HOST:8080 or set MUSTER_GATEWAY, or serve alone with --standalone")
+    if not named and not is_alone:
+        options.refuse("no gateway: give --gateway http://HOST:8080 or set MUSTER_GATEWAY, or serve alone with --standalone")
     api = _read_api(options, is_alone=is_alone)
     name = options.text("name", socket.gethostname() or "worker")
     files = _read_files(options)
-    tickets = _read_tickets(options, files=files, has_port=api is not None, has_gateway=bool(gateways))
-    engine = _read_engine(options, has_models=files.find_settings()[0] is not None or files.model_base is not None)
+    has_gateway = bool(named)
+    tickets = options.attempt(
+        lambda: _read_tickets(options, files=files, has_port=api is not None, has_gateway=has_gateway), None
+    )
+    has_models = files.find_settings()[0] is not None or files.model_base is not None
+    engine = options.attempt(lambda: _read_engine(options, has_models=has_models), None)
     cores = os.cpu_count() or 1
-    log_level = options.text("log_level", options.variable("LOG_LEVEL")).lower()
+    log_level = options.text("log_level", allowed=", ".join(LOG_LEVELS)).lower()
     if log_level and log_level not in LOG_LEVELS:
-        raise ConfigError(
-            f"--log-level (MUSTER_LOG_LEVEL, LOG_LEVEL) must be one of {', '.join(LOG_LEVELS)}, not {log_level!r}"
-        )
-    log_format = (options.variable("MUSTER_LOG_FORMAT") or options.variable("LOG_FORMAT", "auto")).lower()
-    log_format = "console" if log_format == "text" else log_format  # the model-runner specification's word
+        subject = options.subject("MUSTER_LOG_LEVEL", "log-level")
+        options.refuse(f"{subject} must be one of {', '.join(LOG_LEVELS)}, not {log_level!r}", "MUSTER_LOG_LEVEL")
+    log_format = options.variable("MUSTER_LOG_FORMAT", "auto", allowed=", ".join(FORMATS)).lower()
     if log_format not in FORMATS:
-        raise ConfigError(f"MUSTER_LOG_FORMAT (LOG_FORMAT) must be one of {', '.join(FORMATS)}, not {log_format!r}")
+        subject = options.subject("MUSTER_LOG_FORMAT")
+        options.refuse(f"{subject} must be one of {', '.join(FORMATS)}, not {log_format!r}", "MUSTER_LOG_FORMAT")
     budget = options.number("memory_budget_mb", 0, highest=1 << 30)
-    return RunnerConfig(
+    config = RunnerConfig(
         gateways=gateways,
-        token=_read_token(options) if gateways else "",
+        token=_read_token(options) if has_gateway else "",
         name=name,
         provider=options.text("provider", "local"),
         owner=options.text("owner"),
@@ -408,16 +507,17 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         engine=engine,
         api=api,
         tickets=tickets,
-        tls=_read_tls(options, files=files, has_port=api is not None, tickets=tickets),
+        tls=options.attempt(lambda: _read_tls(options, files=files, has_port=api is not None, tickets=tickets), None),
         operations=_read_operations(options, files=files, shared_key=shared_key),
         files=files,
-        log_level=LOG_LEVELS[log_level] if log_level else None,
+        log_level=LOG_LEVELS.get(log_level),
         log_format=log_format,
         keeps_engine_errors=options.switch("MUSTER_KEEP_ENGINE_ERRORS", default=True),
         tells_log=options.switch("MUSTER_TELL_LOG", default=True),
         limits=_read_limits(options),
         environment=dict(env),
     )
+    return config, options
 
 
 def _read_limits(options: Options) -> Limits:
@@ -441,10 +541,11 @@ def _read_bound(options: Options, bound: Bound, default: float) -> float:
 
 def _read_token(options: Options) -> str:
     token = options.secret("token")
-    if not token:
-        raise ConfigError("no credential: give --token, --token-file or set MUSTER_TOKEN (a worker credential, msw_…)")
+    if not token and not options.read["MUSTER_TOKEN"].problem:
+        options.refuse("no credential: give --token, --token-file or set MUSTER_TOKEN (a worker credential, msw_…)")
     if not token.isprintable() or not token.isascii() or " " in token:
-        raise ConfigError("--token holds characters that no credential has; copy it again")
+        subject = options.subject("MUSTER_TOKEN", "token")
+        options.refuse(f"{subject} holds characters that no credential has; copy it again", "MUSTER_TOKEN")
     return token
 
 
@@ -458,14 +559,17 @@ def settle_api(wish: ApiWish, *, host: str | None, port: int | None) -> ApiConfi
 
 
 def _read_api(options: Options, *, is_alone: bool) -> ApiWish | None:
-    port_text = options.text("api_port")
+    port_text = options.text("api_port", allowed="a port from 0 to 65535")
     if not port_text and not is_alone:
         return None
     if port_text and (not port_text.isdecimal() or int(port_text) > 65535):
-        raise ConfigError(f"--api-port must be a port from 0 to 65535, not {port_text!r}")
+        subject = options.subject("MUSTER_API_PORT", "api-port")
+        options.refuse(f"{subject} must be a port from 0 to 65535, not {port_text!r}", "MUSTER_API_PORT")
+        port_text = ""
     key = options.secret("api_key")
-    if key and len(key) < 16:
-        raise ConfigError("the API key must have at least 16 characters")
+    if key and len(key) < WIRE.least_secret_chars:
+        subject = options.subject("MUSTER_API_KEY", "api-key")
+        options.refuse(f"the API key ({subject}) must have at least {WIRE.least_secret_chars} characters", "MUSTER_API_KEY")
     metrics_port = options.whole("METRICS_PORT", 0, lowest=0, highest=65535)
     return ApiWish(
         options.text("api_host") or None, int(port_text) if port_text else None, key,
@@ -490,7 +594,7 @@ def _read_tickets(options: Options, *, files: FilesConfig, has_port: bool, has_g
 
 def _read_tls(options: Options, *, files: FilesConfig, has_port: bool, tickets: TicketConfig | None) -> TlsConfig | None:
     certificate, key = options.text("api_tls_cert"), options.text("api_tls_key")
-    is_plain = options.args.api_plain or options.switch("MUSTER_API_PLAIN", default=False)
+    is_plain = options.switch("MUSTER_API_PLAIN", default=False, option="api_plain")
     if key and not certificate:
         raise ConfigError("--api-tls-key needs --api-tls-cert, the certificate of that key")
     if certificate and (is_plain or not has_port):
@@ -509,7 +613,7 @@ def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) 
     if not key_path and options.variable("OP_TOKEN_LEVEL") == "0" and shared_key.is_file():
         key_path = str(shared_key)
     if key_path and files.data is None:
-        raise ConfigError(
+        options.refuse(
             f"VERIFIED_OP_TOKEN_KEY_PATH ({key_path}) needs --data DIR: which tokens were used must survive a restart, "
             "or one works twice"
         )
@@ -517,16 +621,14 @@ def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) 
     level = options.whole("OP_TOKEN_LEVEL", 0 if key_path else 2, lowest=0, highest=2)
     min_signers = options.whole("OP_TOKEN_MIN_SIGNERS", 2, lowest=1, highest=64)
     if counted is not None and level == 2:
-        raise ConfigError("OP_TOKEN_SIGNERS counts below level 2 only: at level 2 the pinned policy says who may approve")
+        options.refuse("OP_TOKEN_SIGNERS counts below level 2 only: at level 2 the pinned policy says who may approve")
     if counted is not None and len(counted) < min_signers:
-        raise ConfigError(
-            f"OP_TOKEN_SIGNERS has {len(counted)} names and OP_TOKEN_MIN_SIGNERS asks for {min_signers}: no token"
-        )
+        options.refuse(f"OP_TOKEN_SIGNERS has {len(counted)} names and OP_TOKEN_MIN_SIGNERS asks for {min_signers}: no token")
     # An owner who hands out keys chose the public format, which knows no proofs; everybody else gets the strongest level.
     return OperationsConfig(
         key_path=Path(key_path).expanduser() if key_path else None,
         level=level,
-        is_level_given=bool(options.variable("OP_TOKEN_LEVEL")),
+        is_level_given=options.read["OP_TOKEN_LEVEL"].origin != "default",
         min_signers=min_signers,
         runner_id=options.variable("MUSTER_RUNNER_ID"),
         ops_per_hour=options.whole("MUSTER_OPS_PER_HOUR", 60, lowest=1, highest=10_000),
@@ -537,7 +639,7 @@ def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) 
 
 def _read_files(options: Options) -> FilesConfig:
     data = options.text("data")
-    base = _folder("MODEL_BASE_PATH", options.variable("MODEL_BASE_PATH"))
+    base = _folder("MODEL_BASE_PATH", options)
     data_path = Path(data).expanduser().resolve() if data else None
     hub = options.variable("HF_HOME")
     return FilesConfig(
@@ -550,20 +652,21 @@ def _read_files(options: Options) -> FilesConfig:
     )
 
 
-def _folder(variable: str, text: str) -> Path | None:
+def _folder(variable: str, options: Options) -> Path | None:
+    text = options.variable(variable, allowed="a folder")
     if not text:
         return None
     path = Path(text).expanduser()
     if not path.is_dir():
-        raise ConfigError(f"{variable}: there is no folder {path}")
+        options.refuse(f"{variable}: there is no folder {path}", variable)
     return path.resolve()
 
 
 def _settings_file(variable: str, options: Options, data: Path | None, name: str) -> Path | None:
-    if given := options.variable(variable):
+    if given := options.variable(variable, allowed="a file"):
         path = Path(given).expanduser()
         if not path.is_file():
-            raise ConfigError(f"{variable}: there is no file {path}")
+            options.refuse(f"{variable}: there is no file {path}", variable)
         return path
     # It need not be there yet: an owner may write it later, and have it read with SIGHUP.
     return None if data is None else data / name
@@ -575,7 +678,7 @@ def _read_gpu_ids(options: Options) -> tuple[int, ...]:
 
 
 def _read_cluster_address(options: Options) -> str:
-    text = options.text("cluster_address")
+    text = options.text("cluster_address", allowed="IP address and port")
     host, _, port = text.rpartition(":")
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]")) if text else None
@@ -584,9 +687,8 @@ def _read_cluster_address(options: Options) -> str:
     # Ray takes no names, and others cannot dial the address that stands for all.
     is_usable = address is not None and not address.is_unspecified and port.isdecimal() and 0 < int(port) < 65536
     if text and not is_usable:
-        raise ConfigError(
-            f"--cluster-address must be an IP address of this node and a port, such as 10.0.0.1:8070, not {text!r}"
-        )
+        subject = options.subject("MUSTER_CLUSTER_ADDRESS", "cluster-address")
+        options.refuse(f"{subject} must be an IP address of this node and a port, such as 10.0.0.1:8070, not {text!r}")
     return text
 
 
@@ -602,7 +704,7 @@ def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | Llama
             key=options.secret("backend_key"),
             models=models,
             translate=_read_translate(options),
-            tidies=options.args.tidy or options.switch("MUSTER_TIDY", default=False),
+            tidies=options.switch("MUSTER_TIDY", default=False, option="tidy"),
         )
     engine = options.text("engine", "llamacpp")
     if engine != "llamacpp":

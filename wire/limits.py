@@ -103,6 +103,7 @@ class WireLimits:
     token_signers: int = bound(64, "signers", "A token that names more is refused (`bad_field`).")
     token_least_nonce_chars: int = bound(8, "characters", "A token with a shorter nonce is refused (`bad_field`).")
     token_least_key_bytes: int = bound(16, "bytes", "A shorter shared key is refused where it is given or read.")
+    least_secret_chars: int = bound(16, "characters", "A shorter secret of the operator's own is refused.")
     token_age_s: int = bound(300, "s", "An older token is expired; one with a longer life is refused.")
     token_skew_s: int = bound(60, "s", "A token from further ahead of the node's clock is not valid yet.")
     token_l0_skew_s: int = bound(300, "s", "The same for a token of level L0.")

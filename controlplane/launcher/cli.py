@@ -11,10 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from controlplane.env import SettingError
+from controlplane.env import SettingError, read_address
 from controlplane.launcher import environment
 from controlplane.launcher.console import LauncherError, complain, say
-from controlplane.launcher.installation import Credentials, default_data, node_data, run_credentials, run_down, run_manage
+from controlplane.launcher.installation import (
+    Credentials,
+    default_data,
+    node_data,
+    run_config,
+    run_credentials,
+    run_down,
+    run_manage,
+)
 
 _DESCRIPTION = """\
 Muster puts the GPUs you own behind one OpenAI-compatible endpoint.
@@ -23,6 +31,8 @@ First time? Run ./muster up, wait for "ready", and paste the curl line it prints
 Everything it installs goes into .venv, everything it writes into .muster, both beside this script.
 """
 _EPILOG = "muster COMMAND --help explains each command. docs/README.md says where to read on."
+# Switches of ``config``, which stand anywhere among the options of a node.
+_SHOWN = ("--json", "--check")
 # Switches of ``test``, which stand anywhere among the words for pytest.
 _RINGS = ("mutants", "fast", "all", "vllm", "clients")
 
@@ -116,6 +126,10 @@ def run() -> int:
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of a command, and the words that it hands on."""
+    if words[:1] == ["config"] and [word for word in words if word not in _SHOWN][1:2] == ["node"]:
+        own = [word for word in words if word in _SHOWN]  # what else is there are options of the node
+        rest = [word for word in words if word not in _SHOWN][2:]
+        return build_parser().parse_args(["config", *own, "node"]), rest
     if words[:1] == ["test"] and words[1:2] not in (["-h"], ["--help"]):
         options = build_parser().parse_args(["test"])
         for name in _RINGS:
@@ -143,12 +157,13 @@ def build_parser() -> argparse.ArgumentParser:
     credentials.add_argument(
         "name", nargs="?", choices=Credentials.__slots__, metavar="NAME", help="print only this one, bare: %(choices)s"
     )
+    _add_config(config := add("config", "show every setting: what holds, where it was set, and what it may be", _run_config))
     _add_demo(demo := add("demo", "set up something to try, or a whole fleet that nobody has", _run_demo))
     for name, program in _PROGRAMS.items():
         made = add(name, program.text, lambda *_: 0, program.usage)  # never run: its words are handed on
         if name == "manage":
             made.formatter_class, made.epilog = argparse.RawDescriptionHelpFormatter, _describe_commands()
-    for command in (down, credentials, demo, *(commands.choices[name] for name in _MANAGED)):
+    for command in (down, credentials, config, demo, *(commands.choices[name] for name in _MANAGED)):
         _add_data(command)
     usage = "[--fast | --all | --vllm | --clients] [pytest argument ...]\n       muster test --mutants [NAME ...]"
     test = add("test", "run the tests of the gate (installs what they need, a Chromium included)", _run_test, usage)
@@ -187,14 +202,16 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     _add_data(up)
     up.add_argument(
         "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s, this machine only; 0.0.0.0: every address)",
+        help="address to listen on (default: that of MUSTER_LISTEN, or 127.0.0.1, this machine only; 0.0.0.0: every address)",
     )
     up.add_argument(
         "--port", type=_port, default=8000, help="port of the control plane (default: %(default)s; 0 = any free one)"
     )
     up.add_argument(
-        "--gateway-port", type=_port, default=8080, metavar="PORT", help="port of the gateway (default: %(default)s; 0 = any)"
+        "--gateway-port",
+        type=_port,
+        metavar="PORT",
+        help="port of the gateway (default: that of MUSTER_LISTEN, or 8080; 0 = any)",
     )
     up.add_argument(
         "--ready-file", type=Path, metavar="FILE", help="write URLs, credentials and process ids here as JSON once ready"
@@ -203,6 +220,16 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         "--no-node", dest="with_node", action="store_false", help="do not run the local node with the small built-in model"
     )
     up.add_argument("--gateways", type=int, default=1, choices=range(1, 9), metavar="N", help=argparse.SUPPRESS)
+
+
+def _add_config(config: argparse.ArgumentParser) -> None:
+    config.epilog = "Of a node: muster config node, followed by the options that the node gets."
+    text = "server (control plane, gateway and worker; the default) or node"
+    config.add_argument("part", nargs="?", choices=["server", "node"], default="server", help=text)
+    config.add_argument("--json", action="store_true", dest="as_json", help="print it for a program")
+    config.add_argument(
+        "--check", action="store_true", dest="is_check", help="print only what is wrong; exit 1 when anything is"
+    )
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
@@ -314,8 +341,20 @@ def _run_up(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> i
     environment.enter("server", argv)
     from controlplane.launcher.up import UpOptions, run_up
 
+    host, port = read_address("MUSTER_LISTEN", "127.0.0.1:8080")
+    options.host = options.host or host
+    options.gateway_port = port if options.gateway_port is None else options.gateway_port
     names = ("data", "host", "port", "gateway_port", "gateways", "ready_file", "with_node")
     return run_up(UpOptions(**{name: getattr(options, name) for name in names}))
+
+
+def _run_config(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    if options.part == "node":
+        environment.enter("runner", argv)
+        switches = [*(["--json"] if options.as_json else []), *(["--check"] if options.is_check else [])]
+        os.execv(sys.executable, [sys.executable, "-m", "runner", "config", *switches, *rest])
+    environment.enter("server", argv)
+    return run_config(options.data, as_json=options.as_json, is_check=options.is_check)
 
 
 def _run_demo(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:

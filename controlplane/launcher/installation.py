@@ -5,6 +5,7 @@ Everything lies in one directory, but under root PostgreSQL has a place that its
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import shutil
@@ -14,15 +15,18 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from controlplane.env import SettingError, list_alias_notes, list_problems, list_variables
 from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.files import read_holder, read_json, write_json
 from core.limits import limits
 from wire import clock
+from wire.variables import report_variables
 
 _SYSTEM_HOME = Path("/var/lib/muster")
 _TEMPORARY = Path("/tmp")
@@ -316,6 +320,25 @@ def run_down(data: Path) -> int:
         clock.sleep(0.05)
     say("Stopped")
     return 0
+
+
+def run_config(data: Path, *, as_json: bool, is_check: bool) -> int:
+    """Print every setting of the servers: of the installation that runs on ``data``, over those of this shell.
+
+    Returns 1 for a wrong one when ``is_check``.
+    """
+    own = read_variables(data) if read_holder(lock_path(data)) is not None else {}
+    os.environ.update(own)
+    # What is wrong is part of what is shown.
+    with suppress(SettingError):
+        importlib.import_module("controlplane.settings")
+    problems = list_problems()
+    read = [
+        replace(one, origin="installation", source="muster up") if one.name in own and one.origin == "variable" else one
+        for one in list_variables()
+    ]
+    say(report_variables(read, problems, list_alias_notes(), as_json=as_json, is_check=is_check))
+    return int(is_check and bool(problems))
 
 
 def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:

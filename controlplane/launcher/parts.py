@@ -24,6 +24,7 @@ from wire.logs import FORMATS, choose_format
 
 STOP_ORDER = (("node",), ("gateway",), ("worker", "control"), ("valkey",), ("postgres",))
 RUN_ID_VARIABLE = "MUSTER_RUN_ID"
+_SETTINGS = "controlplane.settings"
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # only translated
 # The C allocator otherwise keeps up to eight arenas per core, each with memory that no other thread can use.
 _HOSTS = ("MUSTER_DIRECT_HOSTS", "MUSTER_DIRECT_ALLOW_LOOPBACK")
@@ -36,6 +37,10 @@ _NOT_FOR_THE_NODE = (
     *("MUSTER_", "DATABASE_URL", "REDIS_URL", "DJANGO_"),
     *("MODEL_BASE_PATH", "VERIFIED_OP_TOKEN_", "OP_TOKEN_", "MAX_QUEUE_DEPTH", "QUEUE_TIMEOUT_MS", "ENABLE_", "METRICS_PORT"),
     *("DEFAULT_RATE_LIMIT", "TENANT_", "LOG_LEVEL", "LOG_FORMAT", "LLM_POOL_"),
+)
+# Those of ModelRelay's worker, whole: others begin as they do.
+_OF_A_WORKER = frozenset(
+    {"PROXY_URL", "WORKER_SECRET", "WORKER_NAME", "PROVIDER_NAME", "BACKEND_URL", "MODELS", "MAX_CONCURRENCY", "RUST_LOG"}
 )
 FOR_THE_NODE = (
     "MUSTER_LOG_LEVEL",
@@ -158,7 +163,7 @@ class Installation:
             "MUSTER_PLAYGROUND_GATEWAY_URL": read_text("MUSTER_PLAYGROUND_GATEWAY_URL", self.addresses.gateway_url),
             "MUSTER_ALLOWED_HOSTS": ",".join(sorted(hosts)),
             "MUSTER_CSRF_TRUSTED_ORIGINS": ",".join(sorted(origins)),
-            "DJANGO_SETTINGS_MODULE": "controlplane.settings",
+            "DJANGO_SETTINGS_MODULE": _SETTINGS,
             # The internal CA is made from a shell that may not have them.
             **{name: os.environ[name] for name in _HOSTS if name in os.environ},
         }
@@ -260,7 +265,10 @@ def _log_format() -> dict[str, str]:
 
 
 def node_environment(shell: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in shell.items() if name in FOR_THE_NODE or not name.startswith(_NOT_FOR_THE_NODE)}
+    def is_for_it(name: str) -> bool:
+        return name in FOR_THE_NODE or not (name in _OF_A_WORKER or name.startswith(_NOT_FOR_THE_NODE))
+
+    return {name: value for name, value in shell.items() if is_for_it(name)}
 
 
 def read_node_drain_s() -> float:
@@ -271,6 +279,12 @@ def read_node_drain_s() -> float:
 def read_gateway_grace_s() -> float:
     """Return how long a gateway finishes what runs when it is stopped. Raises SettingError."""
     return read_float("MUSTER_SHUTDOWN_GRACE_S", 30.0)
+
+
+def check_settings() -> None:
+    """Read the settings as a part of the server will. Raises SettingError with everything that is wrong."""
+    importlib.import_module(_SETTINGS)
+    del sys.modules[_SETTINGS]  # of the shell alone: ``load_server`` reads them in the environment of the installation
 
 
 def load_server() -> None:

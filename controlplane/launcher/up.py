@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from controlplane.env import SettingError, read_database, read_log_level, read_text
+from controlplane.env import SettingError, list_alias_notes, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import LauncherError, StopRequested, complain, elapsed_s, progress, say
 from controlplane.launcher.files import FileLock, LockHeld, read_json, read_or_create_secret, write_json
@@ -94,11 +94,12 @@ def _lock_and_run(options: UpOptions, data: Path) -> int:
 
 
 def _check_settings() -> None:
-    # What the launcher itself reads, so that a mistake is said before anything starts.
-    read_log_level("MUSTER_LOG_LEVEL")
+    # Before anything starts: what every part will read, and then what the launcher does, so that all that is wrong is said.
+    parts.check_settings()
     parts.read_gateway_grace_s()
     parts.read_node_drain_s()
-    read_database(read_text("DATABASE_URL") or "postgresql:///")
+    for line in list_alias_notes():
+        say(line)
 
 
 def _run_locked(options: UpOptions, data: Path) -> int:

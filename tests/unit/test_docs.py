@@ -33,6 +33,9 @@ READERS = {
     "read_log_level",
     "read_valkey",
     "read_choice",
+    "read_secret",
+    "read_name",
+    "read_address",
 }
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -138,7 +141,7 @@ def test_documented_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_option_of_the_box_is_documented() -> None:
-    page = read(DOCS / "nodes.md")
+    page = read(DOCS / "nodes.md") + read(DOCS / "from-modelrelay.md")
     source = read(ROOT / "runner" / "config.py")
     options = set(re.findall(r'add\("(--[a-z-]+)"', source))
     # Whole words in capitals: the runner's own variables, and those of the model-runner and llm-pool specifications.
@@ -147,6 +150,16 @@ def test_every_option_of_the_box_is_documented() -> None:
     assert len(variables) > 30
     assert not {option for option in options if f"`{option}" not in page and f" {option} " not in page}
     assert not {name for name in variables if name not in page and not name.startswith("TINY_MODEL_")}
+
+
+def test_the_page_for_users_of_modelrelay_has_every_alias_and_no_other() -> None:
+    from controlplane.env import ALIASES
+    from runner.config import ALIASES as OF_NODES
+
+    server, _, node = read(DOCS / "from-modelrelay.md").partition("\n## The worker\n")
+    for text, aliases in ((server, ALIASES), (node.partition("\n## ")[0], OF_NODES)):
+        shown = re.findall(r"^\| `(?:(--[a-z-]+)`, `)?([A-Z_]+)` \| `([A-Z_]+)`", text, re.MULTILINE)
+        assert sorted(shown) == sorted((alias.flag, alias.theirs, alias.ours) for alias in aliases)
 
 
 def test_every_error_code_and_state_is_documented() -> None:

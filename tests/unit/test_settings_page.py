@@ -16,7 +16,8 @@ HEAD = """# Settings
 `python -m tests.unit.test_settings_page` writes this page from `core/limits.py` and from rows of its own.
 
 Servers read these environment variables when they start. `NAME_FILE` names a file that holds the value of `NAME`; use that for
-secrets. Nodes have [options of their own](nodes.md#options). `core/limits.py` has the bounds that no variable sets.
+secrets. `./muster config` shows all of them with what holds and where it was set, `./muster config --check` what is wrong.
+Nodes have [options of their own](nodes.md#options). `core/limits.py` has the bounds that no variable sets.
 
 """
 SETTING_HEAD = "| Variable | Default | What it does |\n|---|---|---|\n"
@@ -89,6 +90,11 @@ MUSTER_DECISION_CANDIDATES
 MUSTER_MAX_REQUEUES
 MUSTER_MAX_STREAM_BYTES
 MUSTER_MAX_BUFFER_BYTES
+MUSTER_LISTEN | `127.0.0.1:8080` | Where the gateway listens without an option; `./muster up` takes the host for the control \
+plane too
+MUSTER_REQUIRE_API_KEYS | on | Off lets requests [without a key](from-modelrelay.md#without-keys) in
+MUSTER_KEYLESS_ADDRESSES | empty | Addresses beyond loopback where that holds, such as `0.0.0.0`
+MUSTER_ADMIN_TOKEN | empty | An admin token of [your own](from-modelrelay.md#your-own-secrets), at least 16 characters
 MUSTER_PUBLIC_MODEL_LIST | on | `GET /v1/models` without a key
 MUSTER_CORS_ORIGINS | empty | Origins whose pages may call `/v1/…`, separated by commas, or `*`
 MUSTER_METRICS_REQUIRE_TOKEN | off | `GET /metrics` asks everybody for an admin token
@@ -123,6 +129,8 @@ MUSTER_DRAIN_TIMEOUT_S
 MUSTER_NODE_RETENTION_DAYS
 MUSTER_WORKER_AUTH_FAILURES
 MUSTER_WORKER_AUTH_BLOCK_S
+MUSTER_WORKER_SECRET | empty | A node credential of [your own](from-modelrelay.md#your-own-secrets), at least 16 characters
+MUSTER_PROVIDER | `local` | The provider that its nodes belong to
 MUSTER_ALLOW_QUERY_SECRET | on | Accept `?worker_secret=`, as old workers send it
 MUSTER_REJECT_UNVERSIONED_WORKERS | off | Refuse workers that name no `protocol_version`, as old ones do
 MUSTER_DIRECT_HOSTS | empty | Hosts and networks that nodes may register as `public_base_url`: `gpu.example.com,10.20.0.0/16`; \

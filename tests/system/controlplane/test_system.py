@@ -16,13 +16,14 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from controlplane.system import HIDDEN, Sign, hide_secret, read_parts
+from controlplane.system import Sign, read_parts
 from core.models import User
 from gateway.models import GatewayProcess
 from governance.audit import record_event
 from nodes.models import Node
 from tests.fakes.nodes import make_gateway, make_node
 from wire import RELEASE, clock
+from wire.variables import HIDDEN, hide_secret
 
 pytestmark = pytest.mark.django_db
 

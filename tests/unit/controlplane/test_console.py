@@ -27,13 +27,20 @@ from controlplane.apps import is_gateway_url
 from controlplane.env import (
     LOG_LEVELS,
     SettingError,
+    collect_errors,
+    raise_errors,
+    read_address,
     read_bool,
     read_database,
     read_float,
     read_int,
+    read_limits,
     read_log_level,
+    read_name,
     read_networks,
+    read_secret,
     read_text,
+    read_valkey,
 )
 from controlplane.playground.asks import SURFACES, Ask, AskRefused, build_body, read_ask
 from controlplane.playground.relay import choose_headers
@@ -414,6 +421,46 @@ def test_a_value_that_means_nothing_names_its_variable(
     monkeypatch.setenv(NAME, text)
     with pytest.raises(SettingError, match=NAME):
         read()
+
+
+def test_every_setting_that_cannot_be_used_is_named_at_once_by_the_name_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {
+        "MUSTER_DEBUG": "perhaps", "MAX_QUEUE_LEN": "many", "LISTEN_ADDR": "0.0.0.0", "WORKER_SECRET": "short",
+        "MUSTER_ADMIN_TOKEN": "sixteen letters and spaces", "MUSTER_PROVIDER": "a b", "DATABASE_URL": "mysql://db",
+        "MUSTER_LOG_KEY_FILE": str(tmp_path / "key"), "REDIS_URL": "http://x", "MUSTER_TRUSTED_PROXIES": "proxy",
+    }  # fmt: skip
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    collect_errors()
+    read_bool("MUSTER_DEBUG", default=False)
+    read_limits()
+    read_database(read_text("DATABASE_URL"))
+    read_valkey("REDIS_URL")
+    read_networks("MUSTER_TRUSTED_PROXIES")
+    assert read_address("MUSTER_LISTEN", "127.0.0.1:8080") == ("127.0.0.1", 8080)
+    assert read_secret("MUSTER_WORKER_SECRET") == read_secret("MUSTER_ADMIN_TOKEN") == read_text("MUSTER_LOG_KEY") == ""
+    read_name("MUSTER_PROVIDER", "local")
+    with pytest.raises(SettingError, match=f"{len(given)} settings cannot be used") as refused:
+        raise_errors()
+    said = str(refused.value).splitlines()[1:]
+    assert {line.split()[0].strip(":") for line in said} == set(given)
+    assert "MAX_QUEUE_LEN (read as MUSTER_MAX_QUEUE_LEN) must be a whole number, not 'many'" in str(refused.value)
+    for secret in (given["WORKER_SECRET"], given["MUSTER_ADMIN_TOKEN"]):
+        assert secret not in str(refused.value)
+    with pytest.raises(SettingError, match="MUSTER_DEBUG"):  # what is read later is refused where it is read
+        read_bool("MUSTER_DEBUG", default=False)
+
+
+def test_an_address_to_listen_on_may_be_of_either_kind_and_no_bound_of_a_queue_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, address in (("0.0.0.0:80", ("0.0.0.0", 80)), ("[::1]:8080", ("::1", 8080)), ("host:0", ("host", 0))):
+        monkeypatch.setenv("LISTEN_ADDR", text)
+        assert read_address("MUSTER_LISTEN", "127.0.0.1:1") == address
+    monkeypatch.setenv("MAX_QUEUE_LEN", "0")
+    monkeypatch.setenv("QUEUE_TIMEOUT_SECS", "7")
+    bounds = read_limits().gateway
+    assert (bounds.max_queue, bounds.queue_s) == (1_000_000, 7.0)
 
 
 BOUNDS = {

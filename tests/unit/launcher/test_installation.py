@@ -499,13 +499,14 @@ def test_words_reach_the_command_they_are_for_and_options_of_other_programs_are_
         (["test", "-k", "name", "--fast", "tests/unit"], ["-k", "name", "tests/unit"]),
         (["test", "--vllm", "-x"], ["-x"]),
         (["test", "--mutants", "T11", "F28"], ["T11", "F28"]),
+        (["config", "--check", "node", "--name", "node"], ["--name", "node"]),
     ):
         options, left = parse(words)
         assert left == rest
         for switch in ("fast", "vllm", "clients", "mutants"):
             assert getattr(options, switch, False) is (f"--{switch}" in words)
     options, _ = parse(["up"])
-    assert (options.host, options.port, options.gateway_port, options.with_node) == ("127.0.0.1", 8000, 8080, True)
+    assert (options.host, options.port, options.gateway_port, options.with_node) == (None, 8000, None, True)
     assert options.data == default_data()
     assert _move_data(["--data", "/d"]) == []
     for words in (["demo", "governance", "--json", "--data", "/d"], ["--data", "/d", "demo", "governance", "--json"]):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.config import ApiConfig, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
+from runner.config import ApiConfig, BackendConfig, LlamaConfig, normalise_gateway, read_config, read_options, settle_api
 from runner.definitions.fields import (
     BACKEND_FIELDS,
     BACKENDS,
@@ -115,6 +115,51 @@ NAMELESS, ALONE = ["--gateway", "http://h"], ["--standalone"]
 def test_values_that_cannot_be_used_are_named(options: list[str], env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_config(options, env)
+
+
+def test_a_worker_of_modelrelay_keeps_its_command_line_and_its_environment() -> None:
+    env = {
+        "PROXY_URL": "http://proxy:8080", "WORKER_SECRET": "a-secret-of-theirs", "WORKER_NAME": "gpu-box-4",
+        "PROVIDER_NAME": "lab", "BACKEND_URL": "http://localhost:8000", "MODELS": "llama3-8b,b", "MAX_CONCURRENCY": "2",
+        "LOG_LEVEL": "warn",
+    }  # fmt: skip
+    words = {
+        "--proxy-url": "PROXY_URL", "--worker-secret": "WORKER_SECRET", "--worker-name": "WORKER_NAME",
+        "--provider": "PROVIDER_NAME", "--backend-url": "BACKEND_URL", "--models": "MODELS",
+        "--max-concurrency": "MAX_CONCURRENCY", "--log-level": "LOG_LEVEL",
+    }  # fmt: skip
+    by_env, by_words = (
+        read_config([], env),
+        read_config([part for word, name in words.items() for part in (word, env[name])], {}),
+    )
+    assert replace(by_env, environment={}) == replace(by_words, environment={})
+    assert (by_env.gateways, by_env.token, by_env.name, by_env.provider) == (
+        ("ws://proxy:8080",), "a-secret-of-theirs", "gpu-box-4", "lab",
+    )  # fmt: skip
+    assert by_env.engine == BackendConfig(url="http://localhost:8000", models=("llama3-8b", "b"))
+    assert (by_env.max_concurrent, by_env.log_level) == (2, "warning")
+    assert read_config(["--name", "mine"], {**env, "MUSTER_PROVIDER": "ours"}).provider == "ours"
+
+
+def test_everything_that_cannot_be_used_is_named_at_once_by_what_was_given() -> None:
+    env = {"BACKEND_URL": "ftp://x", "LOG_LEVEL": "loud", "MUSTER_API_PORT": "x", "MAX_CONCURRENCY": "0", "METRICS_PORT": "x"}
+    with pytest.raises(ConfigError) as refused:
+        read_config(["--gateway", "h:1"], {**env, "MODEL_BASE_PATH": "/does/not/exist"})
+    assert str(refused.value).splitlines()[0] == "8 settings cannot be used:"
+    for words in (
+        "--gateway must look like", "no credential", "MUSTER_API_PORT (--api-port) must be a port", "METRICS_PORT must be",
+        "BACKEND_URL (read as MUSTER_BACKEND_URL) must look like", "LOG_LEVEL (read as MUSTER_LOG_LEVEL) must be one of",
+        "MAX_CONCURRENCY (read as MUSTER_MAX_CONCURRENT) must be a whole number", "MODEL_BASE_PATH: there is no folder",
+    ):  # fmt: skip
+        assert words in str(refused.value)
+    config, options = read_options(
+        ["--gateway", "http://h", "--max-concurrent", "3"], {"WORKER_SECRET": "s", "MUSTER_TIDY": "1"}
+    )
+    assert (config.max_concurrent, options.problems) == (3, [])
+    found = {name: (one.text, one.origin, one.source) for name, one in options.read.items()}
+    assert found["MUSTER_TOKEN"] == ("s", "alias", "WORKER_SECRET")
+    assert found["MUSTER_MAX_CONCURRENT"] == ("3", "option", "--max-concurrent")
+    assert found["MUSTER_PROVIDER"] == ("local", "default", "")
 
 
 def test_a_box_may_serve_alone_and_an_address_that_others_can_reach_needs_a_key() -> None:
