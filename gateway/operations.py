@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from django.utils.translation import gettext as _
 from django.utils.translation import gettext_noop
 
 from core.limits import limits
@@ -121,13 +122,15 @@ class LimitRaise:
         for target in dict.fromkeys(targets):
             holder = _find(target)
             if holder is None or not holder.is_usable:
-                raise InvalidProposal(f"There is no usable key, tenant or model {target[:100]!r}.", param="targets")
+                raise InvalidProposal(
+                    _("There is no usable key, tenant or model %(target)r.") % {"target": target[:100]}, param="targets"
+                )
             for name, value in cleaned.items():
                 _require_fitting(holder, name)
                 _require_raise(holder, name, value)
             holders.append(holder.target)
         if not holders:
-            raise InvalidProposal("Name what is raised: key:<id>, tenant:<name> or model:<name>.", param="targets")
+            raise InvalidProposal(_("Name what is raised: key:<id>, tenant:<name> or model:<name>."), param="targets")
         return Request(tuple(holders), cleaned)
 
     def choices(self) -> dict[str, object]:
@@ -213,13 +216,19 @@ class LimitRaise:
 def _clean_params(params: Mapping[str, object]) -> dict[str, object]:
     if not params or set(params) - set(_PARAMS):
         numbers = ", ".join(name for name in _PARAMS if name != PRIORITY)
-        raise InvalidProposal(f"Give whole numbers for {numbers}, or {PRIORITY}: high, and nothing else.", param="params")
+        raise InvalidProposal(
+            _("Give whole numbers for %(numbers)s, or %(priority)s: high, and nothing else.")
+            % {"numbers": numbers, "priority": PRIORITY},
+            param="params",
+        )
     for name, value in params.items():
         if name == PRIORITY:
             if value != Priority.HIGH.value:
-                raise InvalidProposal("Only high priority is asked for; normal and low can be set at once.", param=PRIORITY)
+                raise InvalidProposal(_("Only high priority is asked for; normal and low can be set at once."), param=PRIORITY)
         elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _most(name):
-            raise InvalidProposal(f"{name} must be a whole number from 1 to {_most(name)}.", param=name)
+            raise InvalidProposal(
+                _("%(name)s must be a whole number from 1 to %(most)s.") % {"name": name, "most": _most(name)}, param=name
+            )
     return dict(params)
 
 
@@ -236,8 +245,8 @@ def _read_budgets(params: Mapping[str, object]) -> dict[str, int]:
 def _require_fitting(holder: _Holder, name: str) -> None:
     if name not in holder.today:
         raise InvalidProposal(
-            f"{name} belongs to {_PARAMS[name].owners}; the {holder.label} takes {', '.join(holder.today)}. "
-            "Leave it out, or choose other targets.",
+            _("%(name)s belongs to %(owners)s; the %(label)s takes %(today)s. Leave it out, or choose other targets.")
+            % {"name": name, "owners": _PARAMS[name].owners, "label": holder.label, "today": ", ".join(holder.today)},
             param=name,
         )
 
@@ -245,8 +254,11 @@ def _require_fitting(holder: _Holder, name: str) -> None:
 def _require_raise(holder: _Holder, name: str, value: object) -> None:
     if not holder.is_raise(name, value):
         raise InvalidProposal(
-            f"{name} of the {holder.label} is {holder.today[name]} today, so that {value} is no raise. Ask for more or leave "
-            "it out; lowering needs no approval.",
+            _(
+                "%(name)s of the %(label)s is %(today)s today, so that %(value)s is no raise. Ask for more or leave it "
+                "out; lowering needs no approval."
+            )
+            % {"name": name, "label": holder.label, "today": holder.today[name], "value": value},
             param=name,
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from django.db import DatabaseError, transaction
 from django.db.models import Q
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from core.throttle import AuthThrottle
@@ -77,15 +78,15 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
     operation = find_operation(op_id, lock=True)
     statement = operation.read_statement()
     if statement.operation != MINT or statement.requested_by != user.get_username():
-        raise NotPermitted("Only the person who asked for an admin token can claim it.", param="op_id")
+        raise NotPermitted(_("Only the person who asked for an admin token can claim it."), param="op_id")
     if not operation.runs.filter(state=RunState.SUCCEEDED.value).exists():
-        raise StateChanged("This token has not been approved and made ready; wait until it has.", param="op_id")
+        raise StateChanged(_("This token has not been approved and made ready; wait until it has."), param="op_id")
     if clock.now().timestamp() >= statement.not_after:
         raise StateChanged(
-            "The approved window is over and the token was not claimed in it; propose another one.", param="op_id"
+            _("The approved window is over and the token was not claimed in it; propose another one."), param="op_id"
         )
     if AdminToken.objects.filter(minted_by=operation).exists():
-        raise StateChanged("This token was claimed already; its text is shown once. Propose another one.", param="op_id")
+        raise StateChanged(_("This token was claimed already; its text is shown once. Propose another one."), param="op_id")
     # Name and person are those that were signed.
     return _mint(name=str(statement.params["name"]), actor=f"user:{user.get_username()}", owner=user, operation=operation)
 
@@ -93,7 +94,10 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
 def _mint(*, name: str, actor: str, owner: User | None, operation: Operation | None) -> tuple[AdminToken, str]:
     cleaned = name.strip()
     if not cleaned or len(cleaned) > limits().governance.token_name_chars:
-        raise InvalidName(f"Give the token a name of 1 to {limits().governance.token_name_chars} characters.", param="name")
+        raise InvalidName(
+            _("Give the token a name of 1 to %(most)s characters.") % {"most": limits().governance.token_name_chars},
+            param="name",
+        )
     minted = mint_credential(CredentialKind.ADMIN)
     token = AdminToken.objects.create(
         name=cleaned, keyid=minted.keyid, digest=minted.digest, owner_id=owner.pk if owner else None, minted_by=operation
@@ -111,7 +115,7 @@ def revoke_admin_token(*, token_id: int, actor: str) -> AdminToken:
     changed = AdminToken.objects.filter(pk=token_id, revoked_at__isnull=True).update(revoked_at=clock.now())
     token = AdminToken.objects.filter(pk=token_id).first()
     if token is None:
-        raise NotFound(f"There is no admin token {token_id}.", param="token_id")
+        raise NotFound(_("There is no admin token %(token_id)s.") % {"token_id": token_id}, param="token_id")
     if changed:
         record_event(actor=actor, action="admin_token.revoke", target=token.name, detail={"keyid": token.keyid})
     return token
@@ -127,7 +131,7 @@ def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
     if keyid is None:
         return None
     if address and throttle.must_wait(address, digest_credential(text)):
-        raise TooManyWrongTokens("Too many wrong admin tokens came from this address; wait a second and try again.")
+        raise TooManyWrongTokens(_("Too many wrong admin tokens came from this address; wait a second and try again."))
     token = AdminToken.objects.select_related("owner").filter(keyid=keyid, revoked_at__isnull=True).first()
     # Of an unknown id another digest is compared: both take the same steps.
     matches = verify_credential(text, bytes(token.digest) if token is not None else _NO_DIGEST)

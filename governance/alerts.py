@@ -18,6 +18,7 @@ from django.db import connection, transaction
 from django.db.models import Count, F, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
 from django.utils import translation
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -207,16 +208,22 @@ def silence_alert(*, alert_id: int, until: datetime, reason: str, actor: str, is
     row, now, bounds = _lock_row(alert_id), clock.now(), limits().governance
     cleaned = " ".join(reason.split())
     if not cleaned or len(cleaned) > bounds.alert_reason_chars:
-        raise InvalidSilence(f"Give a reason of 1 to {bounds.alert_reason_chars} characters.", param="reason")
+        raise InvalidSilence(
+            _("Give a reason of 1 to %(most)s characters.") % {"most": bounds.alert_reason_chars}, param="reason"
+        )
     if not now < until <= now + timedelta(seconds=bounds.alert_silence_s):
         days = bounds.alert_silence_s / 86_400
-        raise InvalidSilence(f"A silence ends in the future, within {days:g} days.", param="until")
+        raise InvalidSilence(_("A silence ends in the future, within %(days)s days.") % {"days": f"{days:g}"}, param="until")
     if row.ended_at is not None and not is_lasting:
-        raise InvalidSilence("This alert has ended. Only the next one of its kind and object can be silenced.", param="lasting")
+        raise InvalidSilence(
+            _("This alert has ended. Only the next one of its kind and object can be silenced."), param="lasting"
+        )
     if is_lasting:
         key: dict[str, Any] = {"kind": row.kind, "object_type": row.object_type, "object_id": row.object_id}  # Any: Django's
         if not AlertSilence.objects.filter(**key).exists() and AlertSilence.objects.count() >= bounds.alert_silences:
-            raise InvalidSilence(f"There are {bounds.alert_silences} silences already; lift one first.")
+            raise InvalidSilence(
+                _("There are %(alert_silences)s silences already; lift one first.") % {"alert_silences": bounds.alert_silences}
+            )
         values = {"object_name": row.object_name, "until": until, "by": actor, "reason": cleaned}
         AlertSilence.objects.update_or_create(defaults=values, **key)
     open_rows = Alert.objects.filter(pk=row.pk, ended_at=None) if not is_lasting else _open_like(row)
@@ -237,7 +244,7 @@ def lift_silence(*, alert_id: int, actor: str) -> Alert:
     _wait_for_look()
     row = _lock_row(alert_id)
     key = {"kind": row.kind, "object_type": row.object_type, "object_id": row.object_id}
-    lasting, _ = AlertSilence.objects.filter(**key).delete()
+    lasting, _by_table = AlertSilence.objects.filter(**key).delete()
     of_rows = _open_like(row).filter(silenced_until__gt=clock.now())
     lifted = of_rows.update(silenced_until=None, silenced_by="", silence_reason="")
     if lasting or lifted:
@@ -255,7 +262,7 @@ def lift_lasting_silence(*, silence_id: int, actor: str) -> AlertSilence:
     _wait_for_look()
     silence = AlertSilence.objects.select_for_update().filter(pk=silence_id).first()
     if silence is None:
-        raise NotFound("There is no such silence. It may have ended.")
+        raise NotFound(_("There is no such silence. It may have ended."))
     _open_like(silence).update(silenced_until=None, silenced_by="", silence_reason="")
     record_event(actor=actor, action="alert.unsilence", target=str(silence)[:200], detail={})
     silence.delete()

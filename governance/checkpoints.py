@@ -17,6 +17,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, Max, Q
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from governance.audit import Tail, check_tail, log_size, read_entries_of, read_hashes, record_event
@@ -170,7 +171,9 @@ def record_witness(
     signed_as = (name for name in (runner_id, "") if check_signature(public_key, seen.witness_message(name), signature))
     signed_name = next(signed_as, None) if is_possible else None
     if signed_name is None:
-        raise InvalidWitness(f"The statement about the audit log is not signed by {node_name}.", param="signature")
+        raise InvalidWitness(
+            _("The statement about the audit log is not signed by %(node_name)s.") % {"node_name": node_name}, param="signature"
+        )
     proof = _prove_sighting(seen, note, node_name=node_name)
     entries = log_size()
     status = WitnessStatus.BEHIND
@@ -180,7 +183,7 @@ def record_witness(
     if is_alarm and _has_told_enough(node_name, public_key):
         return status
     with transaction.atomic():
-        _, is_new = WitnessStatement.objects.get_or_create(
+        _row, is_new = WitnessStatement.objects.get_or_create(
             node_name=signed_name or node_name,
             size=size,
             root=root,
@@ -205,7 +208,11 @@ def _prove_sighting(seen: Checkpoint, note: str, *, node_name: str) -> str:
             return note
     except AuditLogError:
         pass
-    raise InvalidWitness(f"{node_name} shows no checkpoint of {seen.size} entries that this log signed.", param="note")
+    raise InvalidWitness(
+        _("%(node_name)s shows no checkpoint of %(size)s entries that this log signed.")
+        % {"node_name": node_name, "size": seen.size},
+        param="note",
+    )
 
 
 def prove_operation(op_id: str, *, now: datetime) -> dict[str, object]:
@@ -219,7 +226,7 @@ def prove_operation(op_id: str, *, now: datetime) -> dict[str, object]:
     if last is None or last.size < entries[-1].seq:
         last = make_checkpoint(now=now) or latest_checkpoint()
     if last is None:
-        raise UnknownSize("The audit log has no checkpoint.")
+        raise UnknownSize(_("The audit log has no checkpoint."))
     events = [
         {
             "seq": entry.seq,
@@ -251,7 +258,7 @@ def _has_told_enough(node_name: str, public_key: bytes) -> bool:
 
 def _require(is_known: bool, what: str) -> None:
     if not is_known:
-        raise UnknownSize(f"The audit log has no {what}.")
+        raise UnknownSize(_("The audit log has no %(what)s.") % {"what": what})
 
 
 @lru_cache(maxsize=4)
@@ -271,7 +278,9 @@ def _frontier_at(size: int) -> Frontier:
             break
         frontier.append(leaf_hash(hashed))
     if frontier.size != size:
-        raise AuditLogBroken(f"Entry {frontier.size + 1} of the audit log is missing: run ./muster audit verify.")
+        raise AuditLogBroken(
+            _("Entry %(size)s of the audit log is missing: run ./muster audit verify.") % {"size": frontier.size + 1}
+        )
     return frontier
 
 

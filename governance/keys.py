@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from django.db import IntegrityError, transaction
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from governance.audit import record_event
@@ -94,11 +95,14 @@ def revoke_key(*, user: User, key_id: int, actor: str, accepts_policy_change: bo
     """
     key = ApproverKey.objects.select_for_update().filter(pk=key_id, user_id=user.pk, revoked_at__isnull=True).first()
     if key is None:
-        raise NotFound("There is no such key in use.")
+        raise NotFound(_("There is no such key in use."))
     if key.thumbprint in list_approving() and not accepts_policy_change:
         raise NotPermitted(
-            "The active policy names this key. Removing it here stops it from signing in; nodes trust it until a new version "
-            "of the policy leaves it out, and another key of yours approves only once a version names it. Say that you know."
+            _(
+                "The active policy names this key. Removing it here stops it from signing in; nodes trust it until a new "
+                "version of the policy leaves it out, and another key of yours approves only once a version names it. "
+                "Say that you know."
+            )
         )
     key.revoked_at = clock.now()
     key.save(update_fields=["revoked_at"])
@@ -118,7 +122,7 @@ def read_public_line(line: str) -> tuple[bytes, str]:
             spki = b""
     if not spki:
         raise InvalidProposal(
-            "This is not the public line of a key file. Paste what ./muster keys show prints: ed25519, the key, a name.",
+            _("This is not the public line of a key file. Paste what ./muster keys show prints: ed25519, the key, a name."),
             param="public",
         )
     return spki, words[2].strip() if len(words) > 2 else "key file"
@@ -127,18 +131,22 @@ def read_public_line(line: str) -> tuple[bytes, str]:
 def check_label(label: str) -> str:
     text = label.strip()
     if not (0 < len(text) <= limits().governance.key_label_chars and text.isprintable()):
-        raise InvalidName(f"A key needs a name of 1 to {limits().governance.key_label_chars} characters.", param="label")
+        raise InvalidName(
+            _("A key needs a name of 1 to %(most)s characters.") % {"most": limits().governance.key_label_chars}, param="label"
+        )
     return text
 
 
 def _add_key(key: ApproverKey, *, owner: str, actor: str) -> ApproverKey:
     if ApproverKey.objects.filter(user_id=key.user_id, revoked_at__isnull=True).count() >= MAX_KEYS_EACH:
-        raise NotPermitted(f"A person has at most {MAX_KEYS_EACH} keys. Remove one first.")
+        raise NotPermitted(
+            _("A person has at most %(max_keys_each)s keys. Remove one first.") % {"max_keys_each": MAX_KEYS_EACH}
+        )
     try:
         with transaction.atomic():
             key.save(force_insert=True)
     except IntegrityError:
-        raise NotPermitted("This key is enrolled already, or was once. Every key belongs to one person, once.") from None
+        raise NotPermitted(_("This key is enrolled already, or was once. Every key belongs to one person, once.")) from None
     record_event(actor=actor, action="approver-key.enrol", target=owner, detail=_describe(key))
     return key
 

@@ -32,6 +32,7 @@ from django.db.models import Count, F, Max, Min, Q, QuerySet
 from django.template.loader import render_to_string
 from django.utils import translation
 from django.utils.translation import gettext
+from django.utils.translation import gettext as _
 
 from core.hints import UNREADABLE_KEY
 from core.limits import limits
@@ -337,7 +338,7 @@ def deliver_due(limit: int = 50) -> int:
     Safe to run several times at once.
     """
     sent, until = 0, clock.monotonic() + limits().governance.notice_budget_s
-    for _ in range(limit):
+    for _notice in range(limit):
         notice = _claim() if clock.monotonic() < until else None
         if notice is None:
             break
@@ -677,7 +678,9 @@ def add_webhook(
     cleaned = name.strip()
     if not cleaned or len(cleaned) > limits().governance.webhook_name_chars or not cleaned.isprintable():
         raise InvalidWebhook(
-            f"Give the webhook a name of 1 to {limits().governance.webhook_name_chars} printable characters.", param="name"
+            _("Give the webhook a name of 1 to %(most)s printable characters.")
+            % {"most": limits().governance.webhook_name_chars},
+            param="name",
         )
     target, wanted = parse_webhook_url(url), wishes or Wishes(takes_usage=takes_usage)
     _check_wishes(wanted, url.strip())
@@ -686,7 +689,9 @@ def add_webhook(
     endpoint, is_new = WebhookEndpoint.objects.select_for_update().get_or_create(name=cleaned, defaults=values)
     if not is_new:
         if endpoint.is_active:
-            raise InvalidWebhook(f"There is a webhook {cleaned} already; remove it first.", param="name")
+            raise InvalidWebhook(
+                _("There is a webhook %(cleaned)s already; remove it first.") % {"cleaned": cleaned}, param="name"
+            )
         for field, value in values.items():
             setattr(endpoint, field, value)
         endpoint.save(update_fields=list(values))
@@ -713,19 +718,24 @@ def _find_active(name: str, *, is_locked: bool = False) -> WebhookEndpoint:
     rows = WebhookEndpoint.objects.select_for_update() if is_locked else WebhookEndpoint.objects.all()
     endpoint = rows.filter(name=name.strip(), is_active=True).first()
     if endpoint is None:
-        raise InvalidWebhook(f"There is no webhook {name.strip()[: limits().governance.webhook_name_chars]!r}.", param="name")
+        raise InvalidWebhook(
+            _("There is no webhook %(strip)r.") % {"strip": name.strip()[: limits().governance.webhook_name_chars]},
+            param="name",
+        )
     return endpoint
 
 
 def _check_wishes(wishes: Wishes, url: str) -> None:
     if wishes.format not in WebhookEndpoint.Format.values:
-        raise InvalidWebhook(f"format must be one of {', '.join(WebhookEndpoint.Format.values)}.", param="format")
+        raise InvalidWebhook(
+            _("format must be one of %(values)s.") % {"values": ", ".join(WebhookEndpoint.Format.values)}, param="format"
+        )
     if wishes.takes_usage and wishes.format != WebhookEndpoint.Format.GENERIC:
-        raise InvalidWebhook("Usage is for programs: it goes out as signed JSON alone.", param="takes_usage")
+        raise InvalidWebhook(_("Usage is for programs: it goes out as signed JSON alone."), param="takes_usage")
     if wishes.format == WebhookEndpoint.Format.NTFY and not find_topic(url):
-        raise InvalidWebhook("The address of ntfy ends in a topic, such as https://ntfy.sh/my-topic.", param="url")
+        raise InvalidWebhook(_("The address of ntfy ends in a topic, such as https://ntfy.sh/my-topic."), param="url")
     if not any((wishes.takes_operations, wishes.takes_events, wishes.takes_alerts, wishes.takes_usage)):
-        raise InvalidWebhook("Choose at least one thing that is sent there.", param="takes_alerts")
+        raise InvalidWebhook(_("Choose at least one thing that is sent there."), param="takes_alerts")
 
 
 def _list_wishes(wishes: Wishes) -> dict[str, object]:
@@ -739,7 +749,10 @@ def remove_webhook(*, name: str, actor: str) -> WebhookEndpoint:
     """Post nothing there any more, what waits included; doing so again changes nothing. Raises InvalidWebhook."""
     endpoint = WebhookEndpoint.objects.select_for_update().filter(name=name.strip()).first()
     if endpoint is None:
-        raise InvalidWebhook(f"There is no webhook {name.strip()[: limits().governance.webhook_name_chars]!r}.", param="name")
+        raise InvalidWebhook(
+            _("There is no webhook %(strip)r.") % {"strip": name.strip()[: limits().governance.webhook_name_chars]},
+            param="name",
+        )
     if endpoint.is_active:
         endpoint.is_active = False
         endpoint.save(update_fields=["is_active"])

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from django.conf import settings
 from django.utils.crypto import salted_hmac
+from django.utils.translation import gettext as _
 from webauthn import (
     generate_authentication_options,
     generate_registration_options,
@@ -91,15 +92,21 @@ def read_site() -> Site:
     host = (parts.hostname or "").lower()
     if _is_address(host):
         raise PasskeysUnavailable(
-            f"Passkeys need a host name, and this installation is opened at {settings.PUBLIC_URL}. Give it a name and HTTPS "
-            "and set MUSTER_PUBLIC_URL to that address. On this machine alone, http://localhost works. A key file and "
-            "./muster approve work everywhere."
+            _(
+                "Passkeys need a host name, and this installation is opened at %(public_url)s. Give it a name and HTTPS "
+                "and set MUSTER_PUBLIC_URL to that address. On this machine alone, http://localhost works. A key file "
+                "and ./muster approve work everywhere."
+            )
+            % {"public_url": settings.PUBLIC_URL}
         )
     is_local = host == "localhost" or host.endswith(".localhost")
     if parts.scheme != "https" and not is_local:
         raise PasskeysUnavailable(
-            f"Passkeys need HTTPS, and this installation is opened at {settings.PUBLIC_URL}. Put a proxy with TLS before it "
-            "and set MUSTER_PUBLIC_URL to its https address. A key file and ./muster approve work without."
+            _(
+                "Passkeys need HTTPS, and this installation is opened at %(public_url)s. Put a proxy with TLS before it "
+                "and set MUSTER_PUBLIC_URL to its https address. A key file and ./muster approve work without."
+            )
+            % {"public_url": settings.PUBLIC_URL}
         )
     default_port = 443 if parts.scheme == "https" else 80
     port = "" if parts.port in {None, default_port} else f":{parts.port}"
@@ -164,10 +171,10 @@ def verify_new(answer: Answer, *, challenge: bytes) -> NewPasskey:
         # No attestation is believed.
         public_key = _read_public_key(made.credential_public_key)
     except (*_UNREADABLE, ApprovalError):
-        raise SignInRefused("This passkey could not be verified. Reload the page and try again.") from None
+        raise SignInRefused(_("This passkey could not be verified. Reload the page and try again.")) from None
     keyid = bytes_to_base64url(made.credential_id)
     if len(keyid) > limits().governance.passkey_id_chars:
-        raise SignInRefused("The id of this passkey is too long to be kept. Use another device or security key.")
+        raise SignInRefused(_("The id of this passkey is too long to be kept. Use another device or security key."))
     return NewPasskey(
         keyid=keyid,
         public_key=public_key,
@@ -193,9 +200,9 @@ def verify_known(answer: Answer, *, keyid: str, public_key: bytes, challenge: by
         )
         _refuse_frames(answer)
     except (*_UNREADABLE, ApprovalError):
-        raise SignInRefused("This passkey was not accepted. Reload the page and try again.") from None
+        raise SignInRefused(_("This passkey was not accepted. Reload the page and try again.")) from None
     if bytes_to_base64url(seen.credential_id) != keyid:
-        raise SignInRefused("This passkey was not accepted. Reload the page and try again.")
+        raise SignInRefused(_("This passkey was not accepted. Reload the page and try again."))
     return seen.new_sign_count
 
 

@@ -17,6 +17,7 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.utils.crypto import salted_hmac
 from django.utils.translation import gettext, gettext_noop
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from governance.audit import record_event
@@ -42,9 +43,9 @@ def has_app(user: User) -> bool:
 
 def begin_app(user: User) -> Enrolment:
     """Return the secret to set an app up with; the same one until a code confirms it. Raises NotPermitted for a second app."""
-    row, _ = OneTimePassword.objects.get_or_create(user_id=user.pk, defaults={"secret": pyotp.random_base32()})
+    row, _made = OneTimePassword.objects.get_or_create(user_id=user.pk, defaults={"secret": pyotp.random_base32()})
     if row.confirmed_at is not None:
-        raise NotPermitted("An authenticator app is set up already. Remove it first.")
+        raise NotPermitted(_("An authenticator app is set up already. Remove it first."))
     uri = pyotp.TOTP(row.secret).provisioning_uri(name=user.get_username(), issuer_name="Muster")
     picture = segno.make(uri, error="m").svg_data_uri(scale=5, border=2, dark="#000", light="#fff")
     return Enrolment(row.secret, picture)
@@ -55,10 +56,10 @@ def confirm_app(*, user: User, code: str, actor: str) -> None:
     """Take the app into use after one right code. Raises SignInRefused for a wrong one, NotPermitted when there is nothing."""
     row = OneTimePassword.objects.select_for_update().filter(user_id=user.pk, confirmed_at__isnull=True).first()
     if row is None:
-        raise NotPermitted("There is no authenticator app to confirm.")
+        raise NotPermitted(_("There is no authenticator app to confirm."))
     step = find_step(row.secret, code, now=clock.now(), after=row.last_step)
     if step is None:
-        raise SignInRefused("This code is not right. Look whether the telephone's clock is, and type the newest code.")
+        raise SignInRefused(_("This code is not right. Look whether the telephone's clock is, and type the newest code."))
     row.last_step, row.confirmed_at = step, clock.now()
     row.save(update_fields=["last_step", "confirmed_at"])
     record_event(actor=actor, action="one-time-password.set-up", target=user.get_username())
@@ -76,7 +77,7 @@ def spend_code(*, user: User, code: str) -> bool:
 @transaction.atomic
 def remove_app(*, user: User, actor: str) -> None:
     """Forget the person's app, if there is one."""
-    removed, _ = OneTimePassword.objects.filter(user_id=user.pk).delete()
+    removed, _by_table = OneTimePassword.objects.filter(user_id=user.pk).delete()
     if removed:
         record_event(actor=actor, action="one-time-password.remove", target=user.get_username())
 
@@ -181,7 +182,7 @@ def _is_known(hidden: str, address: str) -> bool:
 
 def _book(name: str, address: str, pace: Pace) -> int:
     now = clock.now()
-    row, _ = SignInFailure.objects.select_for_update().get_or_create(
+    row, _made = SignInFailure.objects.select_for_update().get_or_create(
         name=name, address=address, defaults={"count": 0, "last_at": now}
     )
     count = 0 if now - row.last_at > timedelta(seconds=limits().governance.sign_in_forget_s) else row.count

@@ -16,6 +16,7 @@ from django.db import transaction
 from django.db.models import Exists
 from django.http import HttpRequest
 from django.utils.translation import gettext
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from governance.audit import record_event
@@ -124,9 +125,13 @@ def create_invitation(*, user: User, actor: str, hours: int = 72) -> tuple[Invit
     Raises NotPermitted for somebody who is switched off or a life outside 1 to invitation_max_hours.
     """
     if not user.is_active:
-        raise NotPermitted("This person is switched off. Switch the account on first.")
+        raise NotPermitted(_("This person is switched off. Switch the account on first."))
     if not 1 <= hours <= limits().governance.invitation_max_hours:
-        raise NotPermitted(f"An invitation lives 1 to {limits().governance.invitation_max_hours} hours.", param="hours")
+        raise NotPermitted(
+            _("An invitation lives 1 to %(invitation_max_hours)s hours.")
+            % {"invitation_max_hours": limits().governance.invitation_max_hours},
+            param="hours",
+        )
     now = clock.now()
     Invitation.objects.filter(user_id=user.pk, used_at__isnull=True, expires_at__gt=now).update(expires_at=now)
     text = secrets.token_urlsafe(32)
@@ -154,7 +159,7 @@ def find_invitation(text: str) -> Invitation:
     )
     invitation = found.first()
     if invitation is None:
-        raise SignInRefused("This invitation was used, has ended or never was. Ask an administrator for a new one.")
+        raise SignInRefused(_("This invitation was used, has ended or never was. Ask an administrator for a new one."))
     return invitation
 
 
@@ -167,7 +172,7 @@ def accept_invitation(*, text: str, passkey: NewPasskey, label: str) -> User:
         used_at=clock.now()
     )
     if not spent:
-        raise SignInRefused("This invitation was used. Ask an administrator for a new one.")
+        raise SignInRefused(_("This invitation was used. Ask an administrator for a new one."))
     person = invitation.user
     actor = f"user:{person.get_username()}"
     record_event(actor=actor, action="invitation.use", target=person.get_username(), detail={"invitation": invitation.pk})

@@ -164,7 +164,7 @@ def take_challenge(request: HttpRequest, purpose: str) -> bytes:
         isinstance(given, dict) and given["of"] == purpose and clock.unix_s() - given["at"] <= limits().governance.challenge_s
     )
     if not is_good:
-        raise SignInRefused("That took too long, or was done in another window. Try again.")
+        raise SignInRefused(_("That took too long, or was done in another window. Try again."))
     return decode_bytes(given["bytes"])
 
 
@@ -204,7 +204,7 @@ def list_sessions(request: HttpRequest) -> list[SessionView]:
 
 def close_other_sessions(request: HttpRequest) -> int:
     """End every session of the person but this one; return how many those were."""
-    keys = [key for key, _ in _sessions_of(request.user.pk) if key != request.session.session_key]
+    keys = [key for key, _at in _sessions_of(request.user.pk) if key != request.session.session_key]
     with transaction.atomic():
         Session.objects.filter(session_key__in=keys).delete()
         record_event(
@@ -218,7 +218,7 @@ def close_other_sessions(request: HttpRequest) -> int:
 
 def sweep_sessions() -> int:
     """Delete the sessions that have ended; return how many those were."""
-    deleted, _ = Session.objects.filter(expire_date__lt=clock.now()).delete()
+    deleted, _by_table = Session.objects.filter(expire_date__lt=clock.now()).delete()
     return deleted
 
 

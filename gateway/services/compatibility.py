@@ -15,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 from django.db import transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -93,13 +94,20 @@ class Compatibility:
 def read_document(text: str, *, model: str) -> Requirements:
     """Return what a document says that a model needs. Raises InvalidValue, which says the member at fault."""
     if len(text.encode()) > limits().gateway.requirements_bytes:
-        raise InvalidValue(f"The document has more than {limits().gateway.requirements_bytes:,} bytes.", param="requirements")
+        raise InvalidValue(
+            _("The document has more than %(requirements_bytes)s bytes.")
+            % {"requirements_bytes": f"{limits().gateway.requirements_bytes:,}"},
+            param="requirements",
+        )
     try:
         document = msgspec.json.decode(text.encode(), type=_Document)
     except UNREADABLE as error:
-        raise InvalidValue(f"The document cannot be used: {error}.", param="requirements") from None
+        raise InvalidValue(_("The document cannot be used: %(error)s.") % {"error": error}, param="requirements") from None
     if document.model != model:
-        raise InvalidValue(f"The document is of {document.model[:200]!r}; this is {model!r}.", param="requirements")
+        raise InvalidValue(
+            _("The document is of %(model)r; this is %(model2)r.") % {"model": document.model[:200], "model2": model},
+            param="requirements",
+        )
     _check(document.requirements)
     return document.requirements
 
@@ -112,21 +120,34 @@ def print_document(model: str, requirements: Requirements) -> str:
 def _check(said: Requirements) -> None:
     policy = limits().gateway
     if len(said.quantizations) > policy.requirements_quantizations:
-        raise InvalidValue(f"A model has at most {policy.requirements_quantizations} quantizations.", param="requirements")
+        raise InvalidValue(
+            _("A model has at most %(requirements_quantizations)s quantizations.")
+            % {"requirements_quantizations": policy.requirements_quantizations},
+            param="requirements",
+        )
     for word in (*said.quantizations, *said.compute_capability, *said.compute_capability.values()):
         if not (0 < len(word) <= policy.requirements_word_chars and word.isprintable()):
             raise InvalidValue(
-                f"A name has 1 to {policy.requirements_word_chars} printable characters, not {word[:60]!r}.",
+                _("A name has 1 to %(most)s printable characters, not %(word)r.")
+                % {"most": policy.requirements_word_chars, "word": word[:60]},
                 param="requirements",
             )
     for name, mb in (("min_vram_mb", said.min_vram_mb), *((name, one.vram_mb) for name, one in said.quantizations.items())):
         if mb > policy.requirements_mb:
-            raise InvalidValue(f"{name}: at most {policy.requirements_mb:,} MiB.", param="requirements")
+            raise InvalidValue(
+                _("%(name)s: at most %(requirements_mb)s MiB.")
+                % {"name": name, "requirements_mb": f"{policy.requirements_mb:,}"},
+                param="requirements",
+            )
     for vendor, text in said.compute_capability.items():
         if _read_capability(vendor.lower(), text.removesuffix("+")) is None:
             example = _EXAMPLES.get(vendor.lower())
             advice = f"write it like {example}" if example else f"the vendors are {', '.join(_EXAMPLES)}"
-            raise InvalidValue(f"compute_capability.{vendor} cannot be {text!r}; {advice}.", param="requirements")
+            raise InvalidValue(
+                _("compute_capability.%(vendor)s cannot be %(text)r; %(advice)s.")
+                % {"vendor": vendor, "text": text, "advice": advice},
+                param="requirements",
+            )
 
 
 @transaction.atomic
@@ -135,7 +156,7 @@ def change_model_requirements(*, name: str, document: str, actor: str) -> Model:
     after = msgspec.to_builtins(read_document(document, model=name)) if document.strip() else None
     model = Model.objects.select_for_update().filter(name=name).first()
     if model is None:
-        raise ModelNotFound(f"There is no model {name}.", param="name")
+        raise ModelNotFound(_("There is no model %(name)s.") % {"name": name}, param="name")
     if model.requirements != after:
         before, model.requirements = model.requirements, after
         model.save(update_fields=["requirements", "updated_at"])
@@ -163,7 +184,7 @@ def find_fits(name: str) -> Compatibility:
     """
     model = Model.objects.filter(name=name).first()
     if model is None:
-        raise ModelNotFound(f"There is no model {name}.", param="model")
+        raise ModelNotFound(_("There is no model %(name)s.") % {"name": name}, param="model")
     source, needed = read_requirements(model)
     fits = [judge_gpu(gpu, name, needed) for gpu in read_gpus(name)]
     fits.sort(key=lambda fit: (not fit.can_run, -(fit.gpu.vram_mb or 0)))

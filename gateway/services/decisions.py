@@ -92,7 +92,7 @@ def find_decision(text: str) -> tuple[RequestRecord, DecisionFacts]:
     record_id = parse_id("req", text)
     record = None if record_id is None else RequestRecord.objects.filter(pk=record_id).first()
     if record is None:
-        raise RequestNotFound(f"There is no request {text[:80]}.", param="request_id")
+        raise RequestNotFound(_("There is no request %(text)s.") % {"text": text[:80]}, param="request_id")
     return record, explain_decision(record)
 
 

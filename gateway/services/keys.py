@@ -8,6 +8,7 @@ from datetime import datetime
 
 from django.db import transaction
 from django.db.models import Q
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -60,7 +61,7 @@ def create_api_key(
     models = _clean_models(allowed_models)
     chosen = clean_priority(priority)
     if expires_at is not None and expires_at <= clock.now():
-        raise InvalidValue("The key must expire in the future, or never.", param="expires_at")
+        raise InvalidValue(_("The key must expire in the future, or never."), param="expires_at")
     tenant = get_tenant(tenant_name)
     most = tenant_limit(tenant)
     require_no_raise(before=most, after=limit, otherwise=most, what=f"the tenant {tenant.name}")
@@ -95,7 +96,7 @@ def revoke_api_key(*, key_id: uuid.UUID, actor: str) -> ApiKey:
     changed = ApiKey.objects.filter(pk=key_id, revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
     key = ApiKey.objects.filter(pk=key_id).select_related("tenant").first()
     if key is None:
-        raise KeyNotFound(f"There is no key {key_id}.", param="key_id")
+        raise KeyNotFound(_("There is no key %(key_id)s.") % {"key_id": key_id}, param="key_id")
     if changed:
         record_event(actor=actor, action="api_key.revoke", target=key.name, detail={"keyid": key.keyid})
         publish_hint("keys", str(key.pk))
@@ -226,14 +227,17 @@ def list_api_keys() -> list[ApiKey]:
 def _lock_key(key_id: uuid.UUID) -> ApiKey:
     key = ApiKey.objects.select_for_update(of=("self",)).select_related("tenant").filter(pk=key_id).first()
     if key is None:
-        raise KeyNotFound(f"There is no key {key_id}.", param="key_id")
+        raise KeyNotFound(_("There is no key %(key_id)s.") % {"key_id": key_id}, param="key_id")
     if key.revoked_at is not None:
-        raise KeyRevoked(f"The key {key.name} is revoked; create another one.", param="key_id")
+        raise KeyRevoked(_("The key %(name)s is revoked; create another one.") % {"name": key.name}, param="key_id")
     return key
 
 
 def _clean_models(names: Iterable[str]) -> list[str]:
     models = sorted({clean_model_name(name, param="allowed_models") for name in names})
     if len(models) > limits().gateway.key_models:
-        raise InvalidValue(f"A key may name at most {limits().gateway.key_models} models.", param="allowed_models")
+        raise InvalidValue(
+            _("A key may name at most %(key_models)s models.") % {"key_models": limits().gateway.key_models},
+            param="allowed_models",
+        )
     return models

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
 import msgspec
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
@@ -152,7 +153,11 @@ def require_approved_budgets(holder: ApiKey | Tenant, wanted: Mapping[str, int],
     today = hard_budgets(holder)
     gone = next((kind for kind in wanted if kind not in today), None)
     if gone is not None:
-        raise InvalidValue(f"{what[0].upper()}{what[1:]} has no hard {gone} any more. Nothing was changed.", param=gone)
+        raise InvalidValue(
+            _("%(whom)s has no hard %(gone)s any more. Nothing was changed.")
+            % {"whom": f"{what[0].upper()}{what[1:]}", "gone": gone},
+            param=gone,
+        )
     _require_rise(wanted, today, what=what)
     return [
         msgspec.structs.replace(budget, amount=wanted.get(budget.kind, budget.amount)) if budget.is_hard else budget
@@ -166,12 +171,17 @@ def clean_budgets(budgets: Iterable[Budget], *, param: str = "budgets") -> list[
     most = limits().gateway.budget_amount
     for budget in budgets:
         if budget.kind in by_kind:
-            raise InvalidValue(f"{budget.kind} stands there twice; give it once.", param=param)
+            raise InvalidValue(_("%(kind)s stands there twice; give it once.") % {"kind": budget.kind}, param=param)
         if not 0 <= budget.amount <= most:
-            raise InvalidValue(f"{budget.kind} must be between 0 and {most}; 0 refuses every request.", param=param)
+            raise InvalidValue(
+                _("%(kind)s must be between 0 and %(most)s; 0 refuses every request.") % {"kind": budget.kind, "most": most},
+                param=param,
+            )
         if not budget.is_hard and not budget.kind.is_budget:
             raise InvalidValue(
-                f"{budget.kind} is a limit, and limits are hard. Only budgets of a day or a month can be soft.", param=param
+                _("%(kind)s is a limit, and limits are hard. Only budgets of a day or a month can be soft.")
+                % {"kind": budget.kind},
+                param=param,
             )
         by_kind[budget.kind] = budget
     return [by_kind[kind] for kind in BudgetKind if kind in by_kind]
@@ -185,7 +195,9 @@ def require_ordered(order: RunOrder, *, target: str, params: Mapping[str, object
     """Let nothing pass but what an approved run is for: this target, these values and no others. Raises ApprovalNeeded."""
     if order.target != target or dict(order.params) != dict(params):
         raise ApprovalNeeded(
-            f"What was approved for {order.target} is not this; propose {LIMIT_RAISE} for {target}.", param="name"
+            _("What was approved for %(target)s is not this; propose %(limit_raise)s for %(wanted)s.")
+            % {"target": order.target, "limit_raise": LIMIT_RAISE, "wanted": target},
+            param="name",
         )
 
 
@@ -193,8 +205,16 @@ def _require_rise(wanted: Mapping[str, int], today: Mapping[str, int], *, what: 
     reached = next((name for name in wanted if wanted[name] <= today[name]), None)
     if reached is not None:
         raise InvalidValue(
-            f"{what[0].upper()}{what[1:]} has {today[reached]} {_UNITS[reached]} by now, and approved were {wanted[reached]}: "
-            "no raise any more. Nothing was changed; lowering needs no approval.",
+            _(
+                "%(whom)s has %(today)s %(units)s by now, and approved were %(wanted)s: no raise any more. "
+                "Nothing was changed; lowering needs no approval."
+            )
+            % {
+                "whom": f"{what[0].upper()}{what[1:]}",
+                "today": today[reached],
+                "units": _UNITS[reached],
+                "wanted": wanted[reached],
+            },
             param=reached,
         )
 
@@ -215,7 +235,10 @@ def clean_name(name: str, *, what: str, param: str = "name", max_chars: int | No
     cleaned = name.strip()
     max_chars = limits().gateway.name_chars if max_chars is None else max_chars
     if not cleaned or len(cleaned) > max_chars or not cleaned.isprintable():
-        raise InvalidValue(f"Give the {what} a name of 1 to {max_chars} printable characters.", param=param)
+        raise InvalidValue(
+            _("Give the %(what)s a name of 1 to %(most)s printable characters.") % {"what": what, "most": max_chars},
+            param=param,
+        )
     return cleaned
 
 
@@ -227,14 +250,19 @@ def clean_priority(value: str, *, param: str = "priority") -> Priority:
     try:
         return Priority(value)
     except ValueError:
-        raise InvalidValue(f"{param} must be one of {', '.join(Priority)}.", param=param) from None
+        raise InvalidValue(
+            _("%(param)s must be one of %(priority)s.") % {"param": param, "priority": ", ".join(Priority)}, param=param
+        ) from None
 
 
 def clean_limit(value: int | None, *, param: str) -> int | None:
     """Return a limit of at least 1, or None for "not set here". Raises InvalidValue."""
     most = limits().gateway.record_integer
     if value is not None and not 1 <= value <= most:
-        raise InvalidValue(f"{param} must be between 1 and {most}, or empty for the default.", param=param)
+        raise InvalidValue(
+            _("%(param)s must be between 1 and %(most)s, or empty for the default.") % {"param": param, "most": most},
+            param=param,
+        )
     return value
 
 
@@ -242,11 +270,18 @@ def clean_weight(value: int) -> int:
     """Return the weight of a tenant, in percent. Raises InvalidValue."""
     most = limits().gateway.tenant_weight
     if not 1 <= value <= most:
-        raise InvalidValue(f"{WEIGHT} must be between 1 and {most}; 100 is as much as other tenants have.", param=WEIGHT)
+        raise InvalidValue(
+            _("%(weight)s must be between 1 and %(most)s; 100 is as much as other tenants have.")
+            % {"weight": WEIGHT, "most": most},
+            param=WEIGHT,
+        )
     return value
 
 
 def clean_days(value: int, *, param: str) -> int:
     if not 1 <= value <= limits().gateway.kept_days:
-        raise InvalidValue(f"{param} must be between 1 and {limits().gateway.kept_days}.", param=param)
+        raise InvalidValue(
+            _("%(param)s must be between 1 and %(kept_days)s.") % {"param": param, "kept_days": limits().gateway.kept_days},
+            param=param,
+        )
     return value

@@ -9,6 +9,7 @@ from decimal import Decimal
 from enum import StrEnum
 
 from django.db import IntegrityError, transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -159,11 +160,12 @@ def change_model_canary(*, name: str, question: str, answer: str, actor: str) ->
     if bool(question) != bool(answer):
         missing = "answer" if question else "question"
         raise InvalidValue(
-            f"Give a question and what its answer must contain, or neither: the {missing} is empty.", param=missing
+            _("Give a question and what its answer must contain, or neither: the %(missing)s is empty.") % {"missing": missing},
+            param=missing,
         )
     if answer and answer.casefold() in question.casefold():
         raise InvalidValue(
-            "The question contains the answer, so a node that repeats what it is asked would pass. Ask otherwise.",
+            _("The question contains the answer, so a node that repeats what it is asked would pass. Ask otherwise."),
             param="answer",
         )
     model = _get_model(name)
@@ -182,9 +184,12 @@ def change_model_prices(*, name: str, input_price: Decimal, cached_price: Decima
     most = limits().gateway.price
     for param, price in after.items():
         if not 0 <= price <= most:
-            raise InvalidValue(f"{param} must be between 0 and {most:,} for a million tokens.", param=param)
+            raise InvalidValue(
+                _("%(param)s must be between 0 and %(most)s for a million tokens.") % {"param": param, "most": f"{most:,}"},
+                param=param,
+            )
     if cached_price > input_price:  # so that nothing costs more than was reserved
-        raise InvalidValue("cached_price must not be above input_price.", param="cached_price")
+        raise InvalidValue(_("cached_price must not be above input_price."), param="cached_price")
     model = _get_model(name)
     before = {param: str(getattr(model, param)) for param in after}
     model.input_price, model.cached_price, model.output_price = input_price, cached_price, output_price
@@ -216,7 +221,9 @@ def require_weights(weights: Mapping[str, float], *, param: str) -> None:
     wrong = next((name for name, weight in weights.items() if name not in names or not 0 <= weight <= 1), None)
     if wrong is not None:
         raise InvalidValue(
-            f"Weights look like load=0.3,latency=0.4, of {', '.join(names)}, from 0 to 1; not {wrong!r}.", param=param
+            _("Weights look like load=0.3,latency=0.4, of %(names)s, from 0 to 1; not %(wrong)r.")
+            % {"names": ", ".join(names), "wrong": wrong},
+            param=param,
         )
 
 
@@ -227,8 +234,11 @@ def require_known_models(names: Sequence[str], *, param: str) -> None:
     if missing is None:
         return
     if ModelAlias.objects.filter(name=missing).exists():
-        raise InvalidValue(f"{missing} is an alias; name the models that it leads to.", param=param)
-    raise InvalidValue(f"There is no model {missing}. Allow it first, written exactly as nodes declare it.", param=param)
+        raise InvalidValue(_("%(missing)s is an alias; name the models that it leads to.") % {"missing": missing}, param=param)
+    raise InvalidValue(
+        _("There is no model %(missing)s. Allow it first, written exactly as nodes declare it.") % {"missing": missing},
+        param=param,
+    )
 
 
 def remember_models(*, names: Iterable[str]) -> int:
@@ -259,7 +269,7 @@ def is_model_allowed(name: str) -> bool:
 def _get_model(name: str) -> Model:
     model = Model.objects.select_for_update().filter(name=name).first()
     if model is None:
-        raise ModelNotFound(f"There is no model {name}.", param="name")
+        raise ModelNotFound(_("There is no model %(name)s.") % {"name": name}, param="name")
     return model
 
 
@@ -271,9 +281,9 @@ def _clean_fallbacks(names: Iterable[str], *, of: str) -> list[str]:
     cleaned = list(dict.fromkeys(clean_model_name(name, param="fallbacks") for name in names))
     most = limits().gateway.candidates - 1
     if len(cleaned) > most:
-        raise InvalidValue(f"A model may have at most {most} fallbacks.", param="fallbacks")
+        raise InvalidValue(_("A model may have at most %(most)s fallbacks.") % {"most": most}, param="fallbacks")
     if of in cleaned:
-        raise InvalidValue(f"{of} cannot stand in for itself.", param="fallbacks")
+        raise InvalidValue(_("%(of)s cannot stand in for itself.") % {"of": of}, param="fallbacks")
     require_known_models(cleaned, param="fallbacks")
     return cleaned
 
@@ -281,7 +291,11 @@ def _clean_fallbacks(names: Iterable[str], *, of: str) -> list[str]:
 def _clean_line(text: str, *, param: str, max_chars: int) -> str:
     line = text.strip()
     if len(line) > max_chars or not line.isprintable():
-        raise InvalidValue(f"Write the {param} on one line of at most {max_chars} printable characters.", param=param)
+        raise InvalidValue(
+            _("Write the %(param)s on one line of at most %(most)s printable characters.")
+            % {"param": param, "most": max_chars},
+            param=param,
+        )
     return line
 
 
@@ -289,7 +303,7 @@ def _clean_folder(text: str) -> str:
     folder = text.strip()
     if folder and (not _FOLDER.fullmatch(folder) or len(folder) > limits().gateway.model_name_chars):
         raise InvalidValue(
-            "Name a folder below MUSTER_TOKENIZERS_DIR in letters, digits and ._-/, such as qwen3 or meta/llama-3.",
+            _("Name a folder below MUSTER_TOKENIZERS_DIR in letters, digits and ._-/, such as qwen3 or meta/llama-3."),
             param="tokenizer",
         )
     return folder
@@ -320,7 +334,10 @@ def create_alias(
             alias = ModelAlias.objects.create(name=cleaned, tenant=tenant, targets=_store(chosen), is_active=is_active)
     except IntegrityError as error:
         whom = f"of {tenant_name}" if tenant_name is not None else "for everybody"
-        raise NameTaken(f"There is an alias {cleaned} {whom} already; change that one.", param="name") from error
+        raise NameTaken(
+            _("There is an alias %(cleaned)s %(whom)s already; change that one.") % {"cleaned": cleaned, "whom": whom},
+            param="name",
+        ) from error
     _announce(alias, actor=actor, action="alias.create", detail=_describe(alias))
     return alias
 
@@ -377,24 +394,32 @@ def read_target_states() -> dict[str, TargetState]:
 def _lock_alias(alias_id: int) -> ModelAlias:
     alias = ModelAlias.objects.select_for_update(of=("self",)).select_related("tenant").filter(pk=alias_id).first()
     if alias is None:
-        raise AliasNotFound(f"There is no alias {alias_id}.", param="alias_id")
+        raise AliasNotFound(_("There is no alias %(alias_id)s.") % {"alias_id": alias_id}, param="alias_id")
     return alias
 
 
 def _clean_targets(targets: Iterable[Target]) -> list[Target]:
     chosen = [Target(clean_model_name(target.model, param="targets"), target.weight) for target in targets]
     if not 1 <= len(chosen) <= limits().gateway.candidates:
-        raise InvalidValue(f"Name 1 to {limits().gateway.candidates} models that the alias leads to.", param="targets")
+        raise InvalidValue(
+            _("Name 1 to %(candidates)s models that the alias leads to.") % {"candidates": limits().gateway.candidates},
+            param="targets",
+        )
     names = [target.model for target in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InvalidValue(f"{twice} is named twice; give it one weight.", param="targets")
+        raise InvalidValue(_("%(twice)s is named twice; give it one weight.") % {"twice": twice}, param="targets")
     most = limits().gateway.alias_weight
     wrong = next((target.model for target in chosen if not 0 <= target.weight <= most), None)
     if wrong is not None:
-        raise InvalidValue(f"The weight of {wrong} must be a whole number from 0 to {most}.", param="targets")
+        raise InvalidValue(
+            _("The weight of %(wrong)s must be a whole number from 0 to %(most)s.") % {"wrong": wrong, "most": most},
+            param="targets",
+        )
     if not any(target.weight for target in chosen):
-        raise InvalidValue("Give one of the models a weight above 0: those of weight 0 only stand in for it.", param="targets")
+        raise InvalidValue(
+            _("Give one of the models a weight above 0: those of weight 0 only stand in for it."), param="targets"
+        )
     require_known_models(names, param="targets")
     return chosen
 

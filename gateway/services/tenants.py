@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from django.db import IntegrityError, transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from gateway.models import Tenant
@@ -47,7 +48,7 @@ def create_tenant(*, name: str, actor: str, requests_per_minute: int | None = No
         with transaction.atomic():
             tenant = Tenant.objects.create(name=cleaned, requests_per_minute=limit)
     except IntegrityError as error:
-        raise NameTaken(f"There is a tenant {cleaned} already.", param="name") from error
+        raise NameTaken(_("There is a tenant %(cleaned)s already.") % {"cleaned": cleaned}, param="name") from error
     record_event(actor=actor, action="tenant.create", target=cleaned, detail={"requests_per_minute": limit})
     publish_hint("tenants", cleaned)
     return tenant
@@ -167,7 +168,7 @@ def get_tenant(name: str) -> Tenant:
     """Return the tenant, locked until the caller's transaction ends. Raises TenantNotFound."""
     tenant = Tenant.objects.select_for_update().filter(name=name).first()
     if tenant is None:
-        raise TenantNotFound(f"There is no tenant {name}. Create it first.", param="tenant")
+        raise TenantNotFound(_("There is no tenant %(name)s. Create it first.") % {"name": name}, param="tenant")
     return tenant
 
 

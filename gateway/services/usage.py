@@ -17,6 +17,7 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Count, QuerySet, Sum
 from django.db.models.functions import TruncDate
+from django.utils.translation import gettext as _
 
 from core.limits import limits
 from gateway.models import ApiKey, RequestRecord, Tenant, UsageDelivery, UsageEvent
@@ -159,9 +160,13 @@ def read_usage(*, groups: Sequence[str], first: date, last: date, tenant: str | 
     """
     unknown = next((group for group in groups if group not in GROUPS), None)
     if unknown is not None or not groups or len(set(groups)) < len(groups):
-        raise InvalidValue(f"group_by must be some of {', '.join(GROUPS)}, each once.", param="group_by")
+        raise InvalidValue(
+            _("group_by must be some of %(groups)s, each once.") % {"groups": ", ".join(GROUPS)}, param="group_by"
+        )
     if last < first or last - first > timedelta(days=limits().gateway.usage_days):
-        raise InvalidValue(f"to must be from to {limits().gateway.usage_days} days after from.", param="to")
+        raise InvalidValue(
+            _("to must be from to %(usage_days)s days after from.") % {"usage_days": limits().gateway.usage_days}, param="to"
+        )
     events = UsageEvent.objects.filter(
         created_at__gte=datetime.combine(first, time.min, UTC),
         created_at__lt=datetime.combine(last + timedelta(days=1), time.min, UTC),
@@ -179,7 +184,9 @@ def read_usage(*, groups: Sequence[str], first: date, last: date, tenant: str | 
         ).order_by(*fields)[: most + 1]
     )  # fmt: skip
     if len(found) > most:
-        raise InvalidValue(f"That are more than {most} rows: name a tenant, fewer groups or fewer days.", param="group_by")
+        raise InvalidValue(
+            _("That are more than %(most)s rows: name a tenant, fewer groups or fewer days.") % {"most": most}, param="group_by"
+        )
     return [{name.removeprefix("sum_"): value for name, value in row.items()} for row in found]
 
 
@@ -306,7 +313,7 @@ def deliver_usage() -> int:
 
 def _deliver(webhook_id: int, url: str, secret: str) -> int:
     sent = 0
-    for _ in range(limits().gateway.usage_batches):
+    for _batch in range(limits().gateway.usage_batches):
         claimed = _claim(webhook_id)
         if claimed is None:
             break

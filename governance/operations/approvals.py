@@ -15,6 +15,7 @@ from datetime import timedelta
 from django.db import connection, transaction
 from django.db.models import Exists, F, Max, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -58,7 +59,7 @@ def find_operation(op_id: uuid.UUID, *, lock: bool = False) -> Operation:
     """Return an operation with its policy, decisions and runs, locked if so. Raises NotFound."""
     operation = _select(op_id, lock=lock, skip_locked=False)
     if operation is None:
-        raise NotFound(f"There is no operation {format_id('op', op_id)}.", param="op_id")
+        raise NotFound(_("There is no operation %(format_id)s.") % {"format_id": format_id("op", op_id)}, param="op_id")
     return operation
 
 
@@ -87,7 +88,9 @@ def require_state(operation: Operation, *states: ApprovalState) -> None:
     if ApprovalState(operation.state) not in states:
         why = f" ({operation.state_reason})" if operation.state_reason else ""
         raise StateChanged(
-            f"This operation is {operation.state}{why}; nothing can be decided about it any more.", param="op_id"
+            _("This operation is %(state)s%(why)s; nothing can be decided about it any more.")
+            % {"state": operation.state, "why": why},
+            param="op_id",
         )
 
 
@@ -116,7 +119,8 @@ def require_current(operation: Operation) -> None:
     """Raise ApprovalRefused when the policy changed since; the sweep then blocks the operation."""
     if not is_current(operation):
         raise ApprovalRefused(
-            f"The policy changed since this was asked for (under version {operation.policy.version}); ask for it again.",
+            _("The policy changed since this was asked for (under version %(version)s); ask for it again.")
+            % {"version": operation.policy.version},
             rule="wrong_policy",
         )
 
@@ -133,12 +137,12 @@ def move_approval(operation: Operation, event: ApprovalEvent, *, reason: str = "
     old = ApprovalState(operation.state)
     new = APPROVALS.get((old, event))
     if new is None:
-        raise StateChanged(f"This operation is {old.value} already; look at it again.", param="op_id")
+        raise StateChanged(_("This operation is %(value)s already; look at it again.") % {"value": old.value}, param="op_id")
     now = clock.now()
     changes: dict[str, object] = {"state": new.value, "state_reason": reason[:300], "updated_at": now}
     changes["decided_at"] = None if new is ApprovalState.PENDING else now
     if not Operation.objects.filter(pk=operation.pk, state=old.value).update(**changes):
-        raise StateChanged("Somebody else moved this operation on at the same moment; look at it again.", param="op_id")
+        raise StateChanged(_("Somebody else moved this operation on at the same moment; look at it again."), param="op_id")
     for field, value in changes.items():
         setattr(operation, field, value)
     publish_hint("operations", str(operation.pk))
@@ -150,8 +154,8 @@ def require_nothing_on_its_way(operation: Operation) -> None:
     if operation.dispatched_at is None or is_idle_standing(operation):
         return
     if operation.max_uses > 1:
-        raise StateChanged("A use of this is on its way; wait until that has ended.", param="op_id")
-    raise StateChanged("This operation is on its way already; propose another one that undoes it.", param="op_id")
+        raise StateChanged(_("A use of this is on its way; wait until that has ended."), param="op_id")
+    raise StateChanged(_("This operation is on its way already; propose another one that undoes it."), param="op_id")
 
 
 def is_idle_standing(operation: Operation) -> bool:
@@ -293,9 +297,12 @@ def require_reviewers(used: Operation, *, policy: Policy, op_class: str, propose
     left = sorted(able - users - {proposer_name})
     if len(left) < rules.required:
         raise InvalidProposal(
-            f"The review needs {rules.required} approvers who did not use it and do not ask for it. {', '.join(sorted(users))} "
-            f"used it, which leaves {', '.join(left) or 'nobody'}. Have one of those who used it ask for the review, or name "
-            "more approvers by a change of the policy.",
+            _(
+                "The review needs %(required)s approvers who did not use it and do not ask for it. %(users)s used it, "
+                "which leaves %(left)s. Have one of those who used it ask for the review, or name more approvers by a "
+                "change of the policy."
+            )
+            % {"required": rules.required, "users": ", ".join(sorted(users)), "left": ", ".join(left) or _("nobody")},
             param="targets",
         )
 
@@ -423,7 +430,7 @@ def require_policy() -> tuple[PolicyVersion, Policy]:
     """Return the policy in force. Raises NoPolicy."""
     found = active_policy()
     if found is None:
-        raise NoPolicy("There is no approval policy yet. Draft the first one and have it signed, then ask again.")
+        raise NoPolicy(_("There is no approval policy yet. Draft the first one and have it signed, then ask again."))
     return found
 
 

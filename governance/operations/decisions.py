@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from django.db import transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -62,14 +63,16 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
     require_state(operation, ApprovalState.PENDING)
     now = clock.now()
     if now >= operation.expires_at:
-        raise StateChanged("Nobody approved this in time; ask for it again.", param="op_id")
+        raise StateChanged(_("Nobody approved this in time; ask for it again."), param="op_id")
     hold_policies(to_change=False)
     require_current(operation)
     key = _find_key(user, proof)
     drop_void(operation)
     statement, policy = operation.read_statement(), operation.policy.read_policy()
     if Decision.objects.filter(operation=operation, person=user, withdrawn_at=None).exists():
-        raise ApprovalRefused("You decided about this already; one person counts once, with any key.", rule="duplicate_proof")
+        raise ApprovalRefused(
+            _("You decided about this already; one person counts once, with any key."), rule="duplicate_proof"
+        )
     if why := explain_own_review(operation, policy, [user.get_username()]):
         raise ApprovalRefused(why, rule="reviewer_used_it", param="op_id")
     _check(statement, [*list_proofs(operation), dict(proof)], policy, find_new_policy(statement))
@@ -106,12 +109,12 @@ def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
     require_nothing_on_its_way(operation)
     policy, new = operation.policy.read_policy(), find_new_policy(operation.read_statement())
     if not any(user.get_username() in each.groups for each in (policy, new) if each is not None):
-        raise NotPermitted("The policy does not name you as an approver.", param="op_id")
+        raise NotPermitted(_("The policy does not name you as an approver."), param="op_id")
     why = comment.strip()
     if not why:
-        raise ApprovalRefused("Say why you reject it; whoever asked will read that.", rule="reason_missing", param="comment")
+        raise ApprovalRefused(_("Say why you reject it; whoever asked will read that."), rule="reason_missing", param="comment")
     if user.get_username() == operation.requested_by:
-        raise NotPermitted("You asked for this; cancel it instead.", param="op_id")
+        raise NotPermitted(_("You asked for this; cancel it instead."), param="op_id")
     _withdraw_own(operation, user)
     # No signature: saying no is the safe direction.
     Decision.objects.create(
@@ -143,7 +146,7 @@ def withdraw(*, op_id: uuid.UUID, user: User) -> Operation:
     require_state(operation, ApprovalState.PENDING, ApprovalState.APPROVED)
     require_nothing_on_its_way(operation)
     if not _withdraw_own(operation, user):
-        raise NotPermitted("You have not decided about this, so there is nothing to take back.", param="op_id")
+        raise NotPermitted(_("You have not decided about this, so there is nothing to take back."), param="op_id")
     publish_hint("operations", str(operation.pk))
     operation = find_operation(op_id)
     fall_short_if_needed(operation)
@@ -163,7 +166,7 @@ def require_active(user: User) -> None:
     # Locked: nobody is deactivated until the transaction ends.
     people = type(user).objects.select_for_update(no_key=True)
     if people.filter(pk=user.pk, is_active=True).first() is None:
-        raise NotPermitted("This person was deactivated and decides about nothing any more.", param="person")
+        raise NotPermitted(_("This person was deactivated and decides about nothing any more."), param="person")
 
 
 def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:
@@ -171,7 +174,7 @@ def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:
     keys = ApproverKey.objects.select_for_update(no_key=True).filter(user=user, revoked_at=None)
     key = keys.filter(keyid=str(proof.get("keyid", ""))[:300]).first()
     if key is None or proof.get("approver") != user.get_username():
-        raise ApprovalRefused("This key is not one of yours, or it was revoked.", rule="unknown_key", param="proof")
+        raise ApprovalRefused(_("This key is not one of yours, or it was revoked."), rule="unknown_key", param="proof")
     return key
 
 
@@ -181,9 +184,11 @@ def _require_not_withdrawn(operation: Operation, key: ApproverKey, proof: Mappin
     past = [d.proof for d in operation.decisions.all() if d.withdrawn_at and d.proof and d.key_id == key.pk]
     if _identify_signature(key, proof) in {_identify_signature(key, each) for each in past}:
         raise ApprovalRefused(
-            "This very signature was taken back, or dropped with its key or person, and never counts again. Sign anew; a key "
-            "that makes the same signature each time, as key files do, cannot: use another key of yours, or ask for the "
-            "operation again.",
+            _(
+                "This very signature was taken back, or dropped with its key or person, and never counts again. Sign "
+                "anew; a key that makes the same signature each time, as key files do, cannot: use another key of yours, "
+                "or ask for the operation again."
+            ),
             rule="withdrawn_proof",
             param="proof",
         )

@@ -54,14 +54,18 @@ def _find(printed_id: str) -> Operation | None:
 
 def _require_control_plane(targets: Sequence[str]) -> tuple[str, ...]:
     if list(targets) not in ([], [CONTROL_PLANE]):
-        raise InvalidProposal(f"The one target of this operation is {CONTROL_PLANE}.", param="targets")
+        raise InvalidProposal(
+            _("The one target of this operation is %(control_plane)s.") % {"control_plane": CONTROL_PLANE}, param="targets"
+        )
     return (CONTROL_PLANE,)
 
 
 def _require_only(params: Mapping[str, object], *names: str) -> None:
     if unknown := sorted(set(params) - set(names)):
         raise InvalidProposal(
-            f"This operation takes no {unknown[0]}; it takes: {', '.join(names) or 'nothing'}.", param="params"
+            _("This operation takes no %(unknown)s; it takes: %(names)s.")
+            % {"unknown": unknown[0], "names": ", ".join(names) or _("nothing")},
+            param="params",
         )
 
 
@@ -73,7 +77,7 @@ class PolicyChange(_Local):
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
         del targets, params
-        raise InvalidProposal("A policy is changed by drafting its next version.", param="operation")
+        raise InvalidProposal(_("A policy is changed by drafting its next version."), param="operation")
 
     def write_title(self, params: Mapping[str, object]) -> str:
         return _("Put version %(version)s of the approval policy in force") % {"version": params.get("version")}
@@ -112,10 +116,14 @@ class Unfreeze(_Local):
         _require_only(params, "freeze", "frozenBy", "frozenAt")
         found = read_freeze()
         if found is None:
-            raise InvalidProposal("Nothing is frozen.", param="operation")
+            raise InvalidProposal(_("Nothing is frozen."), param="operation")
         named = name_freeze(found)
         if any(named[name] != value for name, value in params.items()):
-            raise InvalidProposal(f"In force is freeze {found.pk}, by {found.frozen_by}, and no other.", param="freeze")
+            raise InvalidProposal(
+                _("In force is freeze %(pk)s, by %(frozen_by)s, and no other.")
+                % {"pk": found.pk, "frozen_by": found.frozen_by},
+                param="freeze",
+            )
         return Request(_require_control_plane(targets), named)
 
     def write_title(self, params: Mapping[str, object]) -> str:
@@ -155,7 +163,7 @@ class BreakGlassReview(_Local):
         _require_only(params)
         used = _find(targets[0]) if len(targets) == 1 else None
         if used is None or used.op_class != "break-glass":
-            raise InvalidProposal("The one target is the id (op_…) of a break-glass operation.", param="targets")
+            raise InvalidProposal(_("The one target is the id (op_…) of a break-glass operation."), param="targets")
         return Request((used.printed_id,), {})
 
     def write_title(self, params: Mapping[str, object]) -> str:
@@ -176,7 +184,7 @@ class BreakGlassReview(_Local):
         found = _find(order.op_id)
         # What is closed has to be what people signed, whatever the row refers to.
         if found is None or found.reviews is None or found.reviews.printed_id != order.target:
-            raise ApprovalRefused("What would be closed is not what was signed.", rule="bad_statement")
+            raise ApprovalRefused(_("What would be closed is not what was signed."), rule="bad_statement")
         if why := explain_own_review(found, found.policy.read_policy(), order.approved_by):
             raise ApprovalRefused(why, rule="reviewer_used_it")
         return Done(f"{order.target} is reviewed; break-glass may be used again.")
@@ -197,7 +205,8 @@ class AdminTokenMint(_Local):
         name = params.get("name")
         if not isinstance(name, str) or not 1 <= len(name.strip()) <= limits().governance.token_name_chars:
             raise InvalidProposal(
-                f"Give the token a name of 1 to {limits().governance.token_name_chars} characters.", param="name"
+                _("Give the token a name of 1 to %(most)s characters.") % {"most": limits().governance.token_name_chars},
+                param="name",
             )
         return Request(_require_control_plane(targets), {"name": name.strip()})
 

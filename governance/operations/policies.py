@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.db import IntegrityError, transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -74,7 +75,7 @@ def draft_policy(
         sha256=policy.ref.sha256, defaults={"version": policy.ref.version, "document": policy.raw, "created_by": proposer.name}
     )
     if not is_new:
-        raise InvalidProposal("The very same policy was drafted before; approve that one.", param="approvers")
+        raise InvalidProposal(_("The very same policy was drafted before; approve that one."), param="approvers")
     record_event(
         actor=proposer.actor, action="policy.draft", target=f"policy version {policy.ref.version}",
         detail={"sha256": policy.ref.sha256},
@@ -108,7 +109,11 @@ def make_policy(
         if name in (thresholds or {}):
             members["threshold"] = (thresholds or {})[name]
     if unknown := sorted(set(thresholds or {}) - set(wanted)):
-        raise InvalidProposal(f"There is no class {unknown[0]!r}; there are {', '.join(sorted(wanted))}.", param="thresholds")
+        raise InvalidProposal(
+            _("There is no class %(unknown)r; there are %(wanted)s.")
+            % {"unknown": unknown[0], "wanted": ", ".join(sorted(wanted))},
+            param="thresholds",
+        )
     origin = urlsplit(settings.PUBLIC_URL)
     try:
         document = build_policy(
@@ -124,17 +129,20 @@ def make_policy(
             classes=wanted,
         )
     except ApprovalError as error:
-        raise InvalidProposal(f"This policy cannot be used: {error}.", param="approvers") from None
+        raise InvalidProposal(_("This policy cannot be used: %(error)s.") % {"error": error}, param="approvers") from None
     return read_policy(document)
 
 
 def _make_approver(choice: ApproverChoice) -> ApproverEntry:
     user = get_user_model().objects.filter(username=choice.username, is_active=True).first()
     if user is None:
-        raise InvalidProposal(f"There is no active person {choice.username!r}.", param="approvers")
+        raise InvalidProposal(_("There is no active person %(username)r.") % {"username": choice.username}, param="approvers")
     keys = list(ApproverKey.objects.filter(user=user, pk__in=choice.key_ids, revoked_at=None).order_by("pk"))
     if len(keys) != len(set(choice.key_ids)) or not keys:
-        raise InvalidProposal(f"{choice.username} needs at least one key of their own that is not revoked.", param="approvers")
+        raise InvalidProposal(
+            _("%(username)s needs at least one key of their own that is not revoked.") % {"username": choice.username},
+            param="approvers",
+        )
     entries = [KeyEntry(key.keyid, key.kind, decode_bytes(key.public_key), key.is_break_glass) for key in keys]
     return ApproverEntry(choice.username, sorted(set(choice.groups)), entries)
 
@@ -178,15 +186,15 @@ def freeze(*, user: User, reason: str) -> Freeze:
 
     Raises NoPolicy, NotPermitted, Frozen (it is frozen already).
     """
-    _, policy = require_policy()
+    _row, policy = require_policy()
     name = user.get_username()
     if name not in policy.groups or not type(user).objects.filter(pk=user.pk, is_active=True).exists():
-        raise NotPermitted("Only approvers of the active policy can freeze.")
+        raise NotPermitted(_("Only approvers of the active policy can freeze."))
     try:
         with transaction.atomic():
             row = Freeze.objects.create(frozen_by=name, reason=reason.strip()[: limits().governance.freeze_reason_chars])
     except IntegrityError:
-        raise Frozen("Everything is frozen already.") from None
+        raise Frozen(_("Everything is frozen already.")) from None
     record_event(actor=f"user:{name}", action="freeze", target="control-plane")
     tell(None, "frozen")
     publish_hint("operations")
@@ -208,10 +216,12 @@ def lift_freeze(*, named: Mapping[str, object], operation: Operation | None) -> 
     if row is None:
         return False
     if named != name_freeze(row):
-        which = f"is for freeze {named['freeze']}, which has ended" if named else "names no freeze"
         raise StateChanged(
-            f"What was signed {which}; {row.frozen_by} froze everything at {row.frozen_at:%Y-%m-%d %H:%M:%S} UTC (freeze "
-            f"{row.pk}). Look at why, and ask for unfreeze again.",
+            _(
+                "What was signed is not for the freeze in force: %(frozen_by)s froze everything at %(frozen_at)s UTC "
+                "(freeze %(pk)s). Look at why, and ask for unfreeze again."
+            )
+            % {"frozen_by": row.frozen_by, "frozen_at": f"{row.frozen_at:%Y-%m-%d %H:%M:%S}", "pk": row.pk},
             param="freeze",
         )
     row.lifted_at, row.lifted_by = clock.now(), operation

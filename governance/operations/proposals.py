@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from django.contrib.auth import get_user_model
 from django.db import IntegrityError, connection, transaction
 from django.db.models import Max, Q
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -40,7 +41,7 @@ from governance.registry import find_kind
 from governance.states import ApprovalEvent, ApprovalState
 from wire import clock
 from wire.ids import format_id, new_uuid7, parse_id
-from wire.optoken.approval import BREAK_GLASS, POLICY_CHANGE, ApprovalError, Policy, find_class
+from wire.optoken.approval import BREAK_GLASS, POLICY_CHANGE, ApprovalError, OperationClass, Policy, find_class
 from wire.optoken.documents import build_statement
 
 OWNERLESS = "token:"
@@ -84,7 +85,7 @@ def propose(
     """
     kind = find_kind(operation)
     if operation == POLICY_CHANGE:
-        raise InvalidProposal("A policy is changed by drafting its next version.", param="operation")
+        raise InvalidProposal(_("A policy is changed by drafting its next version."), param="operation")
     request = kind.clean(targets, params)
     wanted = op_class or operation
     hold_proposer(proposer)
@@ -95,12 +96,14 @@ def propose(
             return _repeat(earlier, (operation, wanted, request.targets, dict(request.params), max_uses, not goes_on))
     row, policy = require_policy()
     if policy.expires_at <= clock.now().timestamp():
-        raise InvalidProposal("The approval policy has expired; draft its next version first.", param="operation")
+        raise InvalidProposal(_("The approval policy has expired; draft its next version first."), param="operation")
     require_proposer(proposer, policy, wanted)
     require_few(proposer)
     if wanted == BREAK_GLASS:
         if max_uses != 1:
-            raise InvalidProposal("A break-glass is used once and then reviewed; ask again for the next use.", param="max_uses")
+            raise InvalidProposal(
+                _("A break-glass is used once and then reviewed; ask again for the next use."), param="max_uses"
+            )
         if why := explain_unreviewed():
             raise NotPermitted(why, param="op_class")
     reviewed = _find_reviewed(operation, request.targets, reviews)
@@ -143,29 +146,28 @@ def add_operation(
     """Build the statement and store it, inside the caller's transaction. Raises InvalidProposal naming the field at fault."""
     policy, why = policy_row.read_policy(), reason.strip()
     if not why or len(why) > limits().governance.operation_reason_chars:
-        raise InvalidProposal(f"Say why, in 1 to {limits().governance.operation_reason_chars} characters.", param="reason")
+        raise InvalidProposal(
+            _("Say why, in 1 to %(most)s characters.") % {"most": limits().governance.operation_reason_chars}, param="reason"
+        )
     rules = policy.classes.get(op_class)
     if rules is None or operation not in rules.operations:
         fitting = sorted(name for name, found in policy.classes.items() if operation in found.operations)
         if not fitting:
             raise InvalidProposal(
-                f"The policy names nobody for {operation}: approve a policy that does. A draft of its next version offers it.",
+                _(
+                    "The policy names nobody for %(operation)s: approve a policy that does. A draft of its next version "
+                    "offers it."
+                )
+                % {"operation": operation},
                 param="operation",
             )
         raise InvalidProposal(
-            f"The policy has no class {op_class!r} for {operation}; it has: {', '.join(fitting)}.", param="op_class"
+            _("The policy has no class %(op_class)r for %(operation)s; it has: %(fitting)s.")
+            % {"op_class": op_class, "operation": operation, "fitting": ", ".join(fitting)},
+            param="op_class",
         )
     now = clock.now()
-    opens_at = max(not_before or now, now - timedelta(seconds=1))
-    if opens_at > now + timedelta(seconds=limits().governance.operation_ahead_s):
-        raise InvalidProposal(
-            f"The window must begin within {timedelta(seconds=limits().governance.operation_ahead_s).days} days.",
-            param="not_before",
-        )
-    life_end = now + timedelta(seconds=rules.life_s)
-    closes_at = not_after or opens_at + timedelta(seconds=rules.usable_s)
-    if closes_at <= max(opens_at, now):
-        raise InvalidProposal("The window must end after it begins, and in the future.", param="not_after")
+    opens_at, closes_at = _choose_window(now, rules, not_before, not_after)
     op_id = new_uuid7()
     try:
         statement = build_statement(
@@ -176,20 +178,22 @@ def add_operation(
         )  # fmt: skip
         find_class(statement, policy)
     except ApprovalError as error:
-        raise InvalidProposal(f"This cannot be signed ({error.rule.value}): {error}.", param="params") from None
+        raise InvalidProposal(
+            _("This cannot be signed (%(value)s): %(error)s.") % {"value": error.rule.value, "error": error}, param="params"
+        ) from None
     ends_at = datetime.fromtimestamp(statement.not_after, UTC)
     found = Operation(
         pk=op_id, statement=statement.raw, digest=statement.digest.hex(), operation=operation, op_class=op_class,
         policy=policy_row, requested_by=proposer.name, reason=why, requested_at=now,
-        not_before=datetime.fromtimestamp(statement.not_before, UTC), not_after=ends_at, expires_at=min(life_end, ends_at),
-        max_uses=max_uses, stops_on_failure=statement.stops_on_failure, reviews=reviews, adopts=adopts,
-        idempotency_key=idempotency_key,
+        not_before=datetime.fromtimestamp(statement.not_before, UTC), not_after=ends_at,
+        expires_at=min(now + timedelta(seconds=rules.life_s), ends_at), max_uses=max_uses,
+        stops_on_failure=statement.stops_on_failure, reviews=reviews, adopts=adopts, idempotency_key=idempotency_key,
     )  # fmt: skip
     try:
         with transaction.atomic():
             found.save(force_insert=True)
     except IntegrityError:
-        raise StateChanged("The same was asked for at the same moment; look at it again.", param="idempotency_key") from None
+        raise StateChanged(_("The same was asked for at the same moment; look at it again."), param="idempotency_key") from None
     asked = {"operation": operation, "class": op_class, "targets": list(targets)}
     detail = {**asked, "digest": found.digest, "policy": policy.ref.version}
     audit_operation(found, "operation.propose", actor=proposer.actor, detail=detail)
@@ -206,7 +210,10 @@ def cancel(*, op_id: uuid.UUID, proposer: Proposer) -> Operation:
     """
     operation = find_operation(op_id, lock=True)
     if operation.requested_by != proposer.name:
-        raise NotPermitted(f"Only {operation.requested_by} can cancel this; an approver can reject it.", param="op_id")
+        raise NotPermitted(
+            _("Only %(requested_by)s can cancel this; an approver can reject it.") % {"requested_by": operation.requested_by},
+            param="op_id",
+        )
     require_nothing_on_its_way(operation)
     end_operation(operation, ApprovalEvent.CANCEL, reason=f"cancelled by {proposer.name}", actor=proposer.actor)
     return operation
@@ -222,24 +229,27 @@ def use_approval(*, op_id: uuid.UUID, proposer: Proposer) -> list[OperationRun]:
     operation = find_operation(op_id, lock=True)
     require_state(operation, ApprovalState.APPROVED)
     if operation.max_uses == 1:
-        raise ApprovalRefused("This is no standing approval: it is carried out once, by itself.", rule="too_many_uses")
+        raise ApprovalRefused(_("This is no standing approval: it is carried out once, by itself."), rule="too_many_uses")
     require_proposer(proposer, operation.policy.read_policy(), operation.op_class)
     if clock.now() >= operation.not_after:
-        raise StateChanged("The window of this approval is over; ask for a new one.", param="op_id")
+        raise StateChanged(_("The window of this approval is over; ask for a new one."), param="op_id")
     if read_freeze() is not None:
-        raise Frozen("Everything is frozen; a quorum can lift that.")
+        raise Frozen(_("Everything is frozen; a quorum can lift that."))
     hold_policies(to_change=False)
     require_current(operation)
     if list_void(operation):
         raise ApprovalRefused(
-            "A key that approved this was revoked, or its person deactivated; another approver must sign.",
+            _("A key that approved this was revoked, or its person deactivated; another approver must sign."),
             rule="too_few_approvers",
         )
     used = OperationRun.objects.filter(operation=operation).aggregate(last=Max("use"))["last"] or 0
     if used >= operation.max_uses:
-        raise ApprovalRefused(f"All {operation.max_uses} uses are spent; ask for a new approval.", rule="too_many_uses")
+        raise ApprovalRefused(
+            _("All %(max_uses)s uses are spent; ask for a new approval.") % {"max_uses": operation.max_uses},
+            rule="too_many_uses",
+        )
     if not is_idle_standing(operation):
-        raise StateChanged("Its last use has not ended; wait for that.", param="op_id")
+        raise StateChanged(_("Its last use has not ended; wait for that."), param="op_id")
     if operation.op_class == BREAK_GLASS and (why := explain_unreviewed()):
         raise ApprovalRefused(why, rule="not_reviewed")
     audit_operation(operation, "operation.use", actor=proposer.actor, detail={"use": used + 1})
@@ -250,8 +260,22 @@ def _repeat(earlier: Operation, wanted: tuple[object, ...]) -> Operation:
     asked = earlier.read_statement()
     parts = (asked.operation, asked.op_class, asked.targets, dict(asked.params), asked.max_uses, asked.stops_on_failure)
     if parts != wanted:
-        raise StateChanged("This Idempotency-Key was used for another operation; choose a new one.", param="idempotency_key")
+        raise StateChanged(_("This Idempotency-Key was used for another operation; choose a new one."), param="idempotency_key")
     return earlier
+
+
+def _choose_window(
+    now: datetime, rules: OperationClass, not_before: datetime | None, not_after: datetime | None
+) -> tuple[datetime, datetime]:
+    """Return from when to when an operation may be used, by its class where nobody says. Raises InvalidProposal."""
+    opens_at = max(not_before or now, now - timedelta(seconds=1))
+    ahead = timedelta(seconds=limits().governance.operation_ahead_s)
+    if opens_at > now + ahead:
+        raise InvalidProposal(_("The window must begin within %(days)s days.") % {"days": ahead.days}, param="not_before")
+    closes_at = not_after or opens_at + timedelta(seconds=rules.usable_s)
+    if closes_at <= max(opens_at, now):
+        raise InvalidProposal(_("The window must end after it begins, and in the future."), param="not_after")
+    return opens_at, closes_at
 
 
 def hold_proposer(proposer: Proposer) -> None:
@@ -264,18 +288,22 @@ def require_proposer(proposer: Proposer, policy: Policy | None, op_class: str) -
     """Raise NotPermitted unless somebody may ask for operations of a class. ``policy`` None: there is none yet."""
     rules = policy.classes.get(op_class) if policy is not None else None
     if rules is not None and rules.proposers and proposer.name not in rules.proposers:
-        raise NotPermitted(f"The policy lets only {', '.join(rules.proposers)} ask for {op_class}.", param="op_class")
+        raise NotPermitted(
+            _("The policy lets only %(proposers)s ask for %(op_class)s.")
+            % {"proposers": ", ".join(rules.proposers), "op_class": op_class},
+            param="op_class",
+        )
     if proposer.user_id is None:
         if not proposer.name.startswith(OWNERLESS):
             raise NotPermitted(
-                "Only a person who is signed in, or an admin token, can ask for operations.", param="requested_by"
+                _("Only a person who is signed in, or an admin token, can ask for operations."), param="requested_by"
             )
         return
     user = get_user_model().objects.filter(pk=proposer.user_id, is_active=True).first()
     # The name is what approvers sign, so it has to be that of the person who asks.
     is_known = user is not None and user.get_username() == proposer.name
     if user is None or not is_known or not (user.is_staff or (policy is not None and proposer.name in policy.groups)):
-        raise NotPermitted("Only operators and approvers can ask for operations.", param="requested_by")
+        raise NotPermitted(_("Only operators and approvers can ask for operations."), param="requested_by")
 
 
 def require_few(proposer: Proposer) -> None:
@@ -284,10 +312,14 @@ def require_few(proposer: Proposer) -> None:
     is_open = Q(state=ApprovalState.PENDING.value) | Q(state=ApprovalState.APPROVED.value, dispatched_at=None)
     if own.filter(is_open).count() >= limits().governance.operation_open:
         raise TooManyOpen(
-            f"You have {limits().governance.operation_open} open operations; cancel some or wait until they are decided."
+            _("You have %(operation_open)s open operations; cancel some or wait until they are decided.")
+            % {"operation_open": limits().governance.operation_open}
         )
     if own.filter(requested_at__gte=clock.now() - timedelta(hours=1)).count() >= limits().governance.operation_per_hour:
-        raise TooManyOpen(f"You asked for {limits().governance.operation_per_hour} operations within an hour; wait a little.")
+        raise TooManyOpen(
+            _("You asked for %(operation_per_hour)s operations within an hour; wait a little.")
+            % {"operation_per_hour": limits().governance.operation_per_hour}
+        )
 
 
 def _find_reviewed(operation: str, targets: Sequence[str], reviews: uuid.UUID | None) -> Operation | None:
@@ -296,8 +328,8 @@ def _find_reviewed(operation: str, targets: Sequence[str], reviews: uuid.UUID | 
         return None
     named = parse_id("op", targets[0]) if len(targets) == 1 else None
     if reviews is not None and reviews != named:
-        raise InvalidProposal("The review must name the same operation as its target.", param="reviews")
+        raise InvalidProposal(_("The review must name the same operation as its target."), param="reviews")
     found = Operation.objects.filter(pk=named, op_class=BREAK_GLASS, dispatched_at__isnull=False).first() if named else None
     if found is None:
-        raise InvalidProposal("Name the break-glass operation that is reviewed; it must have been used.", param="targets")
+        raise InvalidProposal(_("Name the break-glass operation that is reviewed; it must have been used."), param="targets")
     return found

@@ -165,7 +165,7 @@ def download_evidence(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     name = format_id("op", op_id)
     evidence = read_evidence(name)
     if not evidence:
-        raise NotFound(f"There is no operation {name}.")
+        raise NotFound(_("There is no operation %(name)s.") % {"name": name})
     return JsonResponse(evidence, headers={"Content-Disposition": f'attachment; filename="{name}.json"'})
 
 
@@ -186,7 +186,7 @@ def _read_proof(request: HttpRequest) -> tuple[dict[str, object], str]:
     body = read_object(request, most_bytes=limits().governance.proof_body_bytes)
     proof = body.get("proof")
     if not isinstance(proof, dict):
-        raise ApprovalRefused("The browser sent no proof that can be read. Reload the page and try again.", rule="bad_proof")
+        raise ApprovalRefused(_("The browser sent no proof that can be read. Reload the page and try again."), rule="bad_proof")
     return proof, str(body.get("comment", ""))
 
 

@@ -20,6 +20,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, HttpRespons
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.functional import SimpleLazyObject
+from django.utils.translation import gettext as _
 
 from core.errors import ContractError
 from governance.errors import GovernanceError, NotPermitted
@@ -141,7 +142,7 @@ def approval_json(view: View[Parameters]) -> View[Parameters]:
     @wraps(view)
     def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
         if not request.user.is_authenticated:
-            raise NotPermitted("You are no longer signed in. Sign in again; nothing was done.")
+            raise NotPermitted(_("You are no longer signed in. Sign in again; nothing was done."))
         return view(request, *args, **kwargs)
 
     return script_answer(guarded)

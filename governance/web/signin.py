@@ -14,6 +14,7 @@ from django.shortcuts import render
 from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext, gettext_lazy
+from django.utils.translation import gettext as _
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from core.limits import limits
@@ -223,7 +224,7 @@ def read_answer(request: HttpRequest) -> Mapping[str, Any]:
     """Return the passkey's part of what a script of ours sent. Raises SignInRefused."""
     answer = read_object(request, most_bytes=limits().governance.sign_in_body_bytes).get("credential")
     if not isinstance(answer, dict) or not isinstance(answer.get("response"), dict):
-        raise SignInRefused("The browser sent no passkey. Reload the page and try again.")
+        raise SignInRefused(_("The browser sent no passkey. Reload the page and try again."))
     return answer
 
 

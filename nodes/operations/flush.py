@@ -52,14 +52,17 @@ class CacheFlush(NodeOperation):
         cleaned = super().clean_params(params)
         scope = str(cleaned["scope"])
         if scope not in SCOPES:
-            raise InvalidProposal("scope must be one of all, model, tenant, tag.", param="scope")
+            raise InvalidProposal(_("scope must be one of all, model, tenant, tag."), param="scope")
         needed = _NEEDED_BY_SCOPE.get(scope)
         if needed is not None and needed not in cleaned:
-            raise InvalidProposal(f"The scope {scope} needs {needed}.", param=needed)
+            raise InvalidProposal(_("The scope %(scope)s needs %(needed)s.") % {"scope": scope, "needed": needed}, param=needed)
         allowed = {"scope", "modelId", needed} | ({"tenantId"} if scope == "tag" else set())
         extra = sorted(cleaned.keys() - allowed)
         if extra:
-            raise InvalidProposal(f"The scope {scope} makes no use of {extra[0]}; leave it out.", param=extra[0])
+            raise InvalidProposal(
+                _("The scope %(scope)s makes no use of %(extra)s; leave it out.") % {"scope": scope, "extra": extra[0]},
+                param=extra[0],
+            )
         return cleaned
 
     def choices(self) -> Choices:

@@ -100,7 +100,7 @@ NODE_DRAIN, NODE_EVICT = NodeDrain(), NodeEvict()
 def _require(order: RunOrder) -> Node:
     node = find_signed(order.target)
     if node is None:
-        raise InvalidProposal(f"There is no node {order.target} any more.", param="targets")
+        raise InvalidProposal(_("There is no node %(target)s any more.") % {"target": order.target}, param="targets")
     return node
 
 

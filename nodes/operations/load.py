@@ -343,12 +343,20 @@ def _clean_members(request: Request) -> Request:
     params = dict(request.params)
     given = [entry for entry in _list_members(params) if isinstance(entry, Mapping)]
     if _is_kept(params) or GPUS in params:
-        raise InvalidProposal(f"{MEMBERS} cannot go together with {KEEP} and {GPUS}; leave those out.", param=MEMBERS)
+        raise InvalidProposal(
+            _("%(members)s cannot go together with %(keep)s and %(gpus)s; leave those out.")
+            % {"members": MEMBERS, "keep": KEEP, "gpus": GPUS},
+            param=MEMBERS,
+        )
     order = clean_targets([str(entry["node"]) for entry in given], is_remote=True)
     if len(order) < len(given) or len(order) < 2 or set(order) != set(request.targets):
-        raise InvalidProposal(f"{MEMBERS} must name the nodes of the request, two or more, each once.", param=MEMBERS)
+        raise InvalidProposal(
+            _("%(members)s must name the nodes of the request, two or more, each once.") % {"members": MEMBERS}, param=MEMBERS
+        )
     if len({len(list(entry["gpus"])) for entry in given}) > 1:
-        raise InvalidProposal(f"{MEMBERS} must name as many GPUs on each node as on the others.", param=MEMBERS)
+        raise InvalidProposal(
+            _("%(members)s must name as many GPUs on each node as on the others.") % {"members": MEMBERS}, param=MEMBERS
+        )
     why = (
         "be in a replica with other nodes: start it with --cluster-address IP:PORT, an address in a network that only these "
         "nodes reach."

@@ -204,14 +204,19 @@ def clean_targets(targets: Sequence[str], *, is_remote: bool) -> tuple[str, ...]
         node = _find_typed(text.strip())
         if is_remote and not (node.runner_id and node.op_level):
             raise InvalidProposal(
-                f"{node.name} takes no operations from here: its program must be connected with a data folder, or an operator "
-                "gives its operation key on the node's page.",
+                _(
+                    "%(name)s takes no operations from here: its program must be connected with a data folder, or an "
+                    "operator gives its operation key on the node's page."
+                )
+                % {"name": node.name},
                 param="targets",
             )
         found[node.runner_id if is_remote else node.printed_id] = None
     if not 1 <= len(found) <= limits().nodes.operation_targets:
         raise InvalidProposal(
-            f"Name 1 to {limits().nodes.operation_targets} nodes, each by its runner id, its id or its name.", param="targets"
+            _("Name 1 to %(operation_targets)s nodes, each by its runner id, its id or its name.")
+            % {"operation_targets": limits().nodes.operation_targets},
+            param="targets",
         )
     return tuple(found)
 
@@ -265,7 +270,11 @@ def refuse_unable(targets: Sequence[str], is_able: Callable[[Node], bool], *, wh
     """Raise InvalidProposal naming the signed nodes that have not said that they know what is asked for."""
     unable = [node.name for node in map(find_signed, targets) if node is not None and not is_able(node)]
     if unable:
-        raise InvalidProposal(f"{', '.join(unable[: limits().nodes.listed_names])} has not said that it can {why}", param=param)
+        raise InvalidProposal(
+            _("%(nodes)s has not said that it can %(why)s")
+            % {"nodes": ", ".join(unable[: limits().nodes.listed_names]), "why": why},
+            param=param,
+        )
 
 
 def explain_unready(node: Node) -> str:
@@ -316,11 +325,14 @@ def clean_params(params: Params, fields: Mapping[str, Field]) -> dict[str, objec
     unknown = sorted(params.keys() - fields.keys())
     if unknown:
         known = ", ".join(fields) or "nothing"
-        raise InvalidProposal(f"There is no parameter {unknown[0][:60]!r} here; it takes {known}.", param=unknown[0][:60])
+        raise InvalidProposal(
+            _("There is no parameter %(unknown)r here; it takes %(known)s.") % {"unknown": unknown[0][:60], "known": known},
+            param=unknown[0][:60],
+        )
     given = {name: value for name, value in params.items() if value is not None and value != ""}
     missing = [name for name, field in fields.items() if field.is_required and name not in given]
     if missing:
-        raise InvalidProposal(f"{missing[0]} must be given.", param=missing[0])
+        raise InvalidProposal(_("%(missing)s must be given.") % {"missing": missing[0]}, param=missing[0])
     for name, field in fields.items():
         if name in given:
             _check_value(name, given[name], field)
@@ -328,7 +340,7 @@ def clean_params(params: Params, fields: Mapping[str, Field]) -> dict[str, objec
     try:
         canonical(cleaned)
     except ApprovalError as error:
-        raise InvalidProposal(f"These parameters cannot be signed: {error}.", param="params") from None
+        raise InvalidProposal(_("These parameters cannot be signed: %(error)s.") % {"error": error}, param="params") from None
     return cleaned
 
 
@@ -338,17 +350,22 @@ def _check_value(name: str, value: object, field: Field) -> None:
         case "text":
             if not isinstance(value, str) or not _can_be_signed(value):
                 raise InvalidProposal(
-                    f"{name} must be printable text of at most {bounds.operation_text_chars} characters, without outer blanks.",
+                    _("%(name)s must be printable text of at most %(most)s characters, without outer blanks.")
+                    % {"name": name, "most": bounds.operation_text_chars},
                     param=name,
                 )
         case "number":
             _refuse_floats(name, value)
             most = bounds.report_integer if field.most is None else field.most
             if isinstance(value, bool) or not isinstance(value, int) or not field.least <= value <= most:
-                raise InvalidProposal(f"{name} must be a whole number from {field.least} to {most}.", param=name)
+                raise InvalidProposal(
+                    _("%(name)s must be a whole number from %(least)s to %(most)s.")
+                    % {"name": name, "least": field.least, "most": most},
+                    param=name,
+                )
         case "truth":
             if not isinstance(value, bool):
-                raise InvalidProposal(f"{name} must be true or false.", param=name)
+                raise InvalidProposal(_("%(name)s must be true or false.") % {"name": name}, param=name)
         case "numbers":
             _refuse_floats(name, value)
             _check_numbers(name, value)
@@ -356,7 +373,11 @@ def _check_value(name: str, value: object, field: Field) -> None:
             _check_members(name, value)
         case "object":
             if not isinstance(value, Mapping) or len(value) > bounds.operation_overrides:
-                raise InvalidProposal(f"{name} must be an object of at most {bounds.operation_overrides} members.", param=name)
+                raise InvalidProposal(
+                    _("%(name)s must be an object of at most %(operation_overrides)s members.")
+                    % {"name": name, "operation_overrides": bounds.operation_overrides},
+                    param=name,
+                )
             _refuse_floats(name, value)
 
 
@@ -367,7 +388,9 @@ def _check_members(name: str, value: object) -> None:
     for entry in value if isinstance(value, list | tuple) else [None]:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("node"), str) or entry.keys() - _MEMBER:
             raise InvalidProposal(
-                f'{name} must be a list of nodes with their GPUs, such as {{"node": "gpu1", "gpus": [0, 1]}}.', param=name
+                _('%(name)s must be a list of nodes with their GPUs, such as {"node": "gpu1", "gpus": [0, 1]}.')
+                % {"name": name},
+                param=name,
             )
         _check_numbers(f"{name}.gpus", entry.get("gpus"))
 
@@ -377,14 +400,18 @@ def _check_numbers(name: str, value: object) -> None:
     numbers = list(value) if isinstance(value, list | tuple) else []
     is_number = all(type(one) is int and 0 <= one <= most for one in numbers)
     if not numbers or not is_number or len(set(numbers)) < len(numbers):
-        raise InvalidProposal(f"{name} must be a list of numbers from 0 to {most}, each once.", param=name.partition(".")[0])
+        raise InvalidProposal(
+            _("%(name)s must be a list of numbers from 0 to %(most)s, each once.") % {"name": name, "most": most},
+            param=name.partition(".")[0],
+        )
 
 
 def _refuse_floats(name: str, value: object) -> None:
     # Fractions have several spellings, and what is signed must have one.
     if isinstance(value, float):
         raise InvalidProposal(
-            f"{name} is {value}: only whole numbers can be signed. Give it in a smaller unit, or set it on the node.",
+            _("%(name)s is %(value)s: only whole numbers can be signed. Give it in a smaller unit, or set it on the node.")
+            % {"name": name, "value": value},
             param=name,
         )
     if isinstance(value, Mapping):

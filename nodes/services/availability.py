@@ -14,6 +14,7 @@ from typing import Any
 from django.db import transaction
 from django.db.models import BooleanField, Case, F, Q, QuerySet, When
 from django.db.models.functions import Greatest, Now
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -418,9 +419,9 @@ def find_node_id(text: str) -> uuid.UUID:
     node_id = parse_id("node", text)
     found = list(Node.objects.filter(Q(pk=node_id) if node_id else Q(name=text)).values_list("pk", flat=True)[:2])
     if not found:
-        raise NodeNotFound(f"There is no node {text}.", param="node")
+        raise NodeNotFound(_("There is no node %(text)s.") % {"text": text}, param="node")
     if len(found) > 1:
-        raise BadRequest(f"Several nodes are called {text}; say which by its id, node_….", param="node")
+        raise BadRequest(_("Several nodes are called %(text)s; say which by its id, node_….") % {"text": text}, param="node")
     return found[0]
 
 

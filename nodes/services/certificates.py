@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from django.conf import settings
 from django.db import connection, transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -78,7 +79,7 @@ def create_authority(*, actor: str) -> list[str]:
     """Make the first CA; return what ``describe_authorities`` says. Raises Conflict, CertificateRefused."""
     _lock()
     if _list_rows(read_clock()):
-        raise Conflict("There is an internal CA already: ./muster ca rotate makes the next one.")
+        raise Conflict(_("There is an internal CA already: ./muster ca rotate makes the next one."))
     _make(actor=actor, action="node_ca.create", settle_s=0.0)
     return describe_authorities()
 
@@ -93,7 +94,7 @@ def rotate_authority(*, is_at_once: bool, actor: str) -> list[str]:
     now, bounds = read_clock(), limits().nodes
     rows = _list_rows(now)
     if not rows:
-        raise Conflict("There is no internal CA yet: ./muster ca create makes one.")
+        raise Conflict(_("There is no internal CA yet: ./muster ca create makes one."))
     made = _make(actor=actor, action="node_ca.rotate", settle_s=0.0 if is_at_once else bounds.authority_settle_s)
     until = now if is_at_once else made.issues_at + timedelta(seconds=bounds.certificate_s)
     for row in rows:
@@ -159,13 +160,13 @@ def read_request(text: str) -> PublicKey:
     """Return the key of a PKCS #10 request (PEM) that is signed by it. Raises CertificateRefused."""
     try:
         if len(text) > limits().nodes.csr_chars:
-            raise CertificateRefused("The certificate request is too long.", param="csr")
+            raise CertificateRefused(_("The certificate request is too long."), param="csr")
         request = x509.load_pem_x509_csr(text.encode())
         key, is_signed = request.public_key(), request.is_signature_valid
     except UNREADABLE_CERTIFICATE:
-        raise CertificateRefused("The certificate request cannot be read.", param="csr") from None
+        raise CertificateRefused(_("The certificate request cannot be read."), param="csr") from None
     if not is_signed:
-        raise CertificateRefused("The certificate request is not signed by its own key.", param="csr")
+        raise CertificateRefused(_("The certificate request is not signed by its own key."), param="csr")
     match key:
         case ec.EllipticCurvePublicKey() if isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
             return key
@@ -173,7 +174,7 @@ def read_request(text: str) -> PublicKey:
             return key
         case ed25519.Ed25519PublicKey():
             return key
-    raise CertificateRefused("The key has to be P-256, P-384, Ed25519, or RSA of 2048 to 4096 bits.", param="csr")
+    raise CertificateRefused(_("The key has to be P-256, P-384, Ed25519, or RSA of 2048 to 4096 bits."), param="csr")
 
 
 @transaction.atomic
@@ -184,7 +185,7 @@ def issue_certificate(*, node_id: uuid.UUID, url: str, csr: str) -> str:
     """
     node = Node.objects.filter(pk=node_id, ticket_url=url).first()
     if node is None:
-        raise CertificateRefused("The node has named another URL since.")
+        raise CertificateRefused(_("The node has named another URL since."))
     return _issue([parse_direct_url(url).host], csr, unit=node.printed_id, actor=f"node:{node.name}", target=node.printed_id)
 
 
@@ -199,14 +200,17 @@ def _issue(hosts: Sequence[str], csr: str, *, unit: str, actor: str, target: str
     names = [_check_host(host) for host in hosts]
     row = NodeAuthority.objects.filter(issues_at__lte=now).exclude(dropped_at__lte=now).order_by("-pk").first()
     if row is None:
-        raise CertificateRefused("There is no internal CA: an operator runs ./muster ca create.")
+        raise CertificateRefused(_("There is no internal CA: an operator runs ./muster ca create."))
     private, authority = _open(row), _load(row)
     if private is None:
-        raise CertificateRefused("The key of the internal CA cannot be decrypted: an operator runs ./muster ca rotate --now.")
+        raise CertificateRefused(
+            _("The key of the internal CA cannot be decrypted: an operator runs ./muster ca rotate --now.")
+        )
     for host, name in zip(hosts, names, strict=True):
         if not _covers(authority, name):
             raise CertificateRefused(
-                f"The internal CA is older than {host} in MUSTER_DIRECT_HOSTS: an operator runs ./muster ca rotate."
+                _("The internal CA is older than %(host)s in MUSTER_DIRECT_HOSTS: an operator runs ./muster ca rotate.")
+                % {"host": host}
             )
     until = min(now + timedelta(seconds=bounds.certificate_s), authority.not_valid_after_utc)
     usage = dict.fromkeys(_USAGES, False) | {"digital_signature": True}
@@ -288,7 +292,7 @@ def _list_constraints(policy: AddressPolicy) -> x509.NameConstraints:
         names, networks = [*names, "localhost"], [*networks, *LOOPBACK]
     if not names and not networks:
         raise CertificateRefused(
-            "MUSTER_DIRECT_HOSTS lists no host, and the internal CA is good for listed hosts only: list them there first."
+            _("MUSTER_DIRECT_HOSTS lists no host, and the internal CA is good for listed hosts only: list them there first.")
         )
     permitted: list[x509.GeneralName] = [x509.DNSName(name) for name in dict.fromkeys(names)]
     permitted += [x509.IPAddress(network) for network in dict.fromkeys(networks)]
@@ -322,7 +326,9 @@ def _check_host(host: str) -> x509.DNSName | x509.IPAddress:
     policy = _read_policy()
     own = (settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.GATEWAY_ADVERTISED_URLS)
     if any(parts.hostname == host for url in own if (parts := urlsplit(str(url))).scheme in {"https", "wss"}):
-        raise CertificateRefused(f"{host} is the host of this installation itself; a node needs one of its own.")
+        raise CertificateRefused(
+            _("%(host)s is the host of this installation itself; a node needs one of its own.") % {"host": host}
+        )
     name = read_host(host)
     if isinstance(name, x509.DNSName):
         is_listed = any(
@@ -337,7 +343,11 @@ def _check_host(host: str) -> x509.DNSName | x509.IPAddress:
         if any(network is not None and name.value in network for network in networks):
             return name
     raise CertificateRefused(
-        f"MUSTER_DIRECT_HOSTS does not list {host}; certificates are for names that stand there, and addresses of its networks."
+        _(
+            "MUSTER_DIRECT_HOSTS does not list %(host)s; certificates are for names that stand there, and addresses "
+            "of its networks."
+        )
+        % {"host": host}
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Q
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -42,12 +43,21 @@ def create_credential(
     """
     cleaned = name.strip()
     if not cleaned or len(cleaned) > limits().nodes.credential_name_chars:
-        raise BadRequest(f"Give the credential a name of 1 to {limits().nodes.credential_name_chars} characters.", param="name")
+        raise BadRequest(
+            _("Give the credential a name of 1 to %(most)s characters.") % {"most": limits().nodes.credential_name_chars},
+            param="name",
+        )
     if not 1 <= max_nodes <= limits().nodes.credential_nodes:
-        raise BadRequest(f"max_nodes must be between 1 and {limits().nodes.credential_nodes}.", param="max_nodes")
+        raise BadRequest(
+            _("max_nodes must be between 1 and %(credential_nodes)s.") % {"credential_nodes": limits().nodes.credential_nodes},
+            param="max_nodes",
+        )
     provider = Provider.objects.filter(name=provider_name).exclude(state=ProviderState.DELETED).first()
     if provider is None:
-        raise ProviderNotFound(f"There is no provider {provider_name!r}; create it first.", param="provider_name")
+        raise ProviderNotFound(
+            _("There is no provider %(provider_name)r; create it first.") % {"provider_name": provider_name},
+            param="provider_name",
+        )
     node = _find_bound_node(node_id, provider)
     minted = mint_credential(CredentialKind.WORKER)
     credential = NodeCredential.objects.create(
@@ -75,7 +85,9 @@ def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
     changed = open_ones.update(revoked_at=now, updated_at=now)
     credential = NodeCredential.objects.select_related("provider").filter(pk=credential_id).first()
     if credential is None:
-        raise CredentialNotFound(f"There is no node credential {credential_id}.", param="credential_id")
+        raise CredentialNotFound(
+            _("There is no node credential %(credential_id)s.") % {"credential_id": credential_id}, param="credential_id"
+        )
     if changed:
         record_event(actor=actor, action="node_credential.revoke", target=credential.name, detail={"keyid": credential.keyid})
         publish_hint("nodes", credential.keyid)
@@ -168,7 +180,7 @@ def _find_jwt_credential(provider_name: str) -> NodeCredential | None:
     if provider is None:
         return None
     minted = mint_credential(CredentialKind.WORKER)  # its text is forgotten: only tokens stand for it
-    row, _ = NodeCredential.objects.select_related("provider", "node").get_or_create(
+    row, _made = NodeCredential.objects.select_related("provider", "node").get_or_create(
         name=JWT_CREDENTIAL,
         provider=provider,
         defaults={"keyid": minted.keyid, "digest": minted.digest, "max_nodes": limits().nodes.credential_nodes},
@@ -228,9 +240,12 @@ def _find_bound_node(node_id: uuid.UUID | None, provider: Provider) -> Node | No
         return None
     node = Node.objects.filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+        raise NodeNotFound(_("There is no node %(node_id)s.") % {"node_id": node_id}, param="node_id")
     if node.provider_id != provider.pk:
-        raise BadRequest(f"Node {node.name!r} belongs to another provider than {provider.name!r}.", param="provider_name")
+        raise BadRequest(
+            _("Node %(name)r belongs to another provider than %(provider)r.") % {"name": node.name, "provider": provider.name},
+            param="provider_name",
+        )
     return node
 
 
@@ -255,7 +270,7 @@ def create_provider(*, name: str, actor: str) -> Provider:
     """
     if not _NAME_RE.match(name):
         raise BadRequest(
-            "A provider name is 1 to 60 letters, digits, hyphens or underscores and starts with a letter or digit.",
+            _("A provider name is 1 to 60 letters, digits, hyphens or underscores and starts with a letter or digit."),
             param="name",
         )
     provider = _revive(name) or _insert(name)
@@ -286,7 +301,7 @@ def delete_provider(*, name: str, actor: str) -> Provider:
         .update(state=ProviderState.DELETED, updated_at=now)
     )
     if not changed:
-        raise ProviderNotFound(f"There is no provider {name!r}.", param="name")
+        raise ProviderNotFound(_("There is no provider %(name)r.") % {"name": name}, param="name")
     provider = Provider.objects.get(name=name)
     revoked = NodeCredential.objects.filter(provider=provider, revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
     _record(provider, "provider.delete", actor, revoked_credentials=revoked)
@@ -305,14 +320,14 @@ def _insert(name: str) -> Provider:
         with transaction.atomic():
             return Provider.objects.create(name=name)
     except IntegrityError:
-        raise Conflict(f"Provider {name!r} exists already.", param="name") from None
+        raise Conflict(_("Provider %(name)r exists already.") % {"name": name}, param="name") from None
 
 
 def _move(name: str, old: ProviderState, new: ProviderState, action: str, actor: str) -> Provider:
     changed = Provider.objects.filter(name=name, state=old).update(state=new, updated_at=clock.now())
     provider = Provider.objects.filter(name=name).exclude(state=ProviderState.DELETED).first()
     if provider is None:
-        raise ProviderNotFound(f"There is no provider {name!r}.", param="name")
+        raise ProviderNotFound(_("There is no provider %(name)r.") % {"name": name}, param="name")
     if changed:
         _record(provider, action, actor)
     return provider

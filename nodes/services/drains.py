@@ -12,6 +12,7 @@ from django.db import connection, transaction
 from django.db.models import F, Q
 from django.db.models.functions import Coalesce
 from django.utils.module_loading import import_string
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -56,7 +57,9 @@ def drain_node(
     limit_s = limits().nodes.drain_timeout_s if timeout_s is None else timeout_s
     if not 0 <= limit_s <= limits().nodes.drain_timeout_max_s:
         raise BadRequest(
-            f"timeout_s must be between 0 and {limits().nodes.drain_timeout_max_s:.0f} seconds.", param="timeout_s"
+            _("timeout_s must be between 0 and %(drain_timeout_max_s)s seconds.")
+            % {"drain_timeout_max_s": f"{limits().nodes.drain_timeout_max_s:.0f}"},
+            param="timeout_s",
         )
     if limit_s < limits().nodes.drain_timeout_s:
         is_eviction = order is not None and order.operation == EVICT
@@ -124,7 +127,7 @@ def _change(node_id: uuid.UUID, action: str, actor: str, decide: Callable[[Node]
     """Apply what ``decide`` says of the locked row, with its audit event; an empty answer means nothing to do."""
     node = Node.objects.select_for_update().filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+        raise NodeNotFound(_("There is no node %(node_id)s.") % {"node_id": node_id}, param="node_id")
     changes = decide(node)
     if not changes:
         return node
@@ -138,7 +141,9 @@ def _change(node_id: uuid.UUID, action: str, actor: str, decide: Callable[[Node]
 
 def _checked_reason(reason: str) -> str:
     if len(reason) > limits().nodes.drain_reason_chars:
-        raise BadRequest(f"reason must have at most {limits().nodes.drain_reason_chars} characters.", param="reason")
+        raise BadRequest(
+            _("reason must have at most %(most)s characters.") % {"most": limits().nodes.drain_reason_chars}, param="reason"
+        )
     return reason
 
 

@@ -15,6 +15,7 @@ from typing import assert_never
 
 from django.db import connection, transaction
 from django.db.models import Q, QuerySet
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -67,12 +68,12 @@ def take_registered(said: Sequence[tuple[Node, NodeGovernance | None, int]]) -> 
 
     Within a transaction that holds the rows. A node that says what it said before costs no statement of its own.
     """
-    ids = [node.pk for node, one, _ in said if one is not None]
+    ids = [node.pk for node, one, _at in said if one is not None]
     keys: dict[uuid.UUID, dict[str, bytes]] = {node_id: {} for node_id in ids}
     for key in NodeOpKey.objects.filter(node__in=ids, retired_at=None) if ids else ():
         keys[key.node_id][key.kid] = bytes(key.secret)
     holders = Counter(
-        _list_holders(Node.objects.filter(runner_id__in={one.runner_id for _, one, _ in said if one is not None}))
+        _list_holders(Node.objects.filter(runner_id__in={one.runner_id for _node, one, _at in said if one is not None}))
         if ids
         else ()
     )
@@ -164,12 +165,15 @@ def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_
     """
     node = Node.objects.select_for_update().filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+        raise NodeNotFound(_("There is no node %(node_id)s.") % {"node_id": node_id}, param="node_id")
     _check_given(node, kid=kid, secret=secret, level=level, runner_id=runner_id)
     target = runner_id or node.runner_id or f"{node.name}#{node.printed_id}"
     _lock_runner_id(target)
     if _is_held(node, target):
-        raise BadRequest(f"Another node is called {target} already; every node needs its own runner id.", param="runner_id")
+        raise BadRequest(
+            _("Another node is called %(target)s already; every node needs its own runner id.") % {"target": target},
+            param="runner_id",
+        )
     NodeOpKey.objects.filter(node=node, retired_at=None).update(retired_at=clock.now())
     NodeOpKey.objects.filter(node=node, kid=kid).delete()  # given again, it is the newest
     key = NodeOpKey.objects.create(node=node, kid=kid, secret=secret.encode())
@@ -181,20 +185,23 @@ def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_
 
 def _check_given(node: Node, *, kid: str, secret: str, level: str, runner_id: str) -> None:
     if node.reach != Reach.DIRECT.value:
-        raise BadRequest("This node dials in and makes its own keys; only nodes called over HTTP take one.", param="node_id")
+        raise BadRequest(_("This node dials in and makes its own keys; only nodes called over HTTP take one."), param="node_id")
     if level not in {"L0", "L1"}:
-        raise BadRequest("level must be L0 or L1: at L2 a node makes its own keys.", param="level")
+        raise BadRequest(_("level must be L0 or L1: at L2 a node makes its own keys."), param="level")
     if len(kid) > limits().nodes.op_key_id_chars or not kid.isprintable() or (level == "L1" and not kid):
         raise BadRequest(
-            f"kid must be the key's id on the node, 1 to {limits().nodes.op_key_id_chars} characters; L0 needs none.",
+            _("kid must be the key's id on the node, 1 to %(most)s characters; L0 needs none.")
+            % {"most": limits().nodes.op_key_id_chars},
             param="kid",
         )
     if not WIRE.token_least_key_bytes <= len(secret.encode()) <= limits().nodes.op_key_bytes:
         raise BadRequest(
-            f"The key must have {WIRE.token_least_key_bytes} to {limits().nodes.op_key_bytes} bytes.", param="secret"
+            _("The key must have %(token_least_key_bytes)s to %(op_key_bytes)s bytes.")
+            % {"token_least_key_bytes": WIRE.token_least_key_bytes, "op_key_bytes": limits().nodes.op_key_bytes},
+            param="secret",
         )
     if len(runner_id) > 200 or not runner_id.isprintable():
-        raise BadRequest("runner_id must be at most 200 printable characters.", param="runner_id")
+        raise BadRequest(_("runner_id must be at most 200 printable characters."), param="runner_id")
 
 
 def _find_refusal(node: Node, said: NodeGovernance) -> str:

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 from django.db import transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -52,12 +53,14 @@ def search_hub(*, node_id: uuid.UUID, text: str, actor: str) -> None:
     """Have a node look for a text at its hub. Raises NodeNotFound, and BadRequest where nobody can ask it, or for no text."""
     node = Node.objects.select_for_update(of=("self",)).select_related("presence").filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+        raise NodeNotFound(_("There is no node %(node_id)s.") % {"node_id": node_id}, param="node_id")
     wanted, most = " ".join(text.split()), limits().nodes.hub_text_chars
     if not wanted or len(wanted) > most or not wanted.isprintable():
-        raise BadRequest(f"Write 1 to {most} printable characters to look for.", param="text")
+        raise BadRequest(_("Write 1 to %(most)s printable characters to look for.") % {"most": most}, param="text")
     if node not in list_searchers():
-        raise BadRequest(f"{node.name} is not connected, or its program is none that could be asked.", param="node_id")
+        raise BadRequest(
+            _("%(name)s is not connected, or its program is none that could be asked.") % {"name": node.name}, param="node_id"
+        )
     asked = {"query_id": new_uuid7(), "text": wanted, "asked_at": read_clock(), "told_at": None, "error": "", "found": []}
     HubSearch.objects.update_or_create(node_id=node_id, defaults=asked)
     record_event(actor=actor, action="node.search_hub", target=node.printed_id, detail={"name": node.name})

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 from django.db import transaction
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -52,7 +53,7 @@ def ask_log(*, node_id: uuid.UUID, actor: str) -> None:
     """
     node = Node.objects.select_for_update(of=("self",)).select_related("presence").filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+        raise NodeNotFound(_("There is no node %(node_id)s.") % {"node_id": node_id}, param="node_id")
     now = read_clock()
     is_fresh = NodeLog.objects.filter(pk=node_id, asked_at__gt=now - timedelta(seconds=limits().nodes.log_ask_s)).exists()
     if is_fresh or not _holds_socket(node):

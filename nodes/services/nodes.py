@@ -18,6 +18,7 @@ from django.db import transaction
 from django.db.models import F, Q, QuerySet
 from django.db.models.functions import Now
 from django.utils.module_loading import import_string
+from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -142,7 +143,7 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
         probed = probe_node(about, authorities=find_authorities([about.public_base_url]))
     with transaction.atomic():
         node, is_new = claim_node(credential=credential, name=registration.node_name)
-        presence, _ = NodePresence.objects.get_or_create(node=node)
+        presence, _made = NodePresence.objects.get_or_create(node=node)
         node.presence = presence
         if probed is not None:
             presence.probed_at, presence.probe_error = clock.now(), probed.error[: limits().nodes.probe_error_chars]
@@ -172,9 +173,11 @@ def claim_node(*, credential: NodeCredential, name: str) -> tuple[Node, bool]:
     usable = NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node")
     held = usable.filter(pk=credential.pk, revoked_at__isnull=True).first()
     if held is None:
-        raise InvalidNodeToken("The node credential was revoked; ask an operator for a new one.")
+        raise InvalidNodeToken(_("The node credential was revoked; ask an operator for a new one."))
     if held.provider.state != ProviderState.ENABLED:
-        raise ProviderUnavailable(f"Provider {held.provider.name!r} is {held.provider.state}.")
+        raise ProviderUnavailable(
+            _("Provider %(name)r is %(state)s.") % {"name": held.provider.name, "state": held.provider.state}
+        )
     if held.node is not None:
         return held.node, False
     known = Node.objects.filter(credential=held, name=name).first()
@@ -182,8 +185,11 @@ def claim_node(*, credential: NodeCredential, name: str) -> tuple[Node, bool]:
         return known, False
     if Node.objects.filter(credential=held).count() >= held.max_nodes:
         raise EnrolmentRefused(
-            f"This credential has already enrolled its {held.max_nodes} node(s). Register under the same node_name "
-            "as before, or ask an operator for another credential.",
+            _(
+                "This credential has already enrolled its %(max_nodes)s node(s). Register under the same node_name as "
+                "before, or ask an operator for another credential."
+            )
+            % {"max_nodes": held.max_nodes},
             param="node_name",
         )
     return Node.objects.create(name=name, credential=held, provider=held.provider), True
@@ -193,9 +199,9 @@ def require_own_node(*, credential: NodeCredential, node_id: uuid.UUID) -> Node:
     """Return the node (provider loaded) if ``credential`` speaks for it. Raises NodeNotFound, InvalidNodeToken."""
     node = Node.objects.select_related("provider").filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound("There is no node with that node_id; register first.", param="node_id")
+        raise NodeNotFound(_("There is no node with that node_id; register first."), param="node_id")
     if node.pk != credential.node_id and (credential.node_id is not None or node.credential_id != credential.pk):
-        raise InvalidNodeToken("This credential belongs to another node.")
+        raise InvalidNodeToken(_("This credential belongs to another node."))
     return node
 
 
@@ -207,7 +213,7 @@ def record_heartbeat(*, credential: NodeCredential, heartbeat: Heartbeat) -> Hea
     Raises NodeNotFound, InvalidNodeToken, BadRequest.
     """
     if heartbeat.status is NodeStatus.DRAINING and heartbeat.is_accepting_jobs:
-        raise BadRequest("is_accepting_jobs must be false while status is draining.", param="is_accepting_jobs")
+        raise BadRequest(_("is_accepting_jobs must be false while status is draining."), param="is_accepting_jobs")
     node = require_own_node(credential=credential, node_id=heartbeat.node_id)
     # Nothing on spare_on: a heartbeat composed before the owner took the node back may arrive after it.
     if heartbeat.mode is NodeMode.SPARE_OFF and node.mode != NodeMode.SPARE_OFF.value:
@@ -273,7 +279,8 @@ def _opens_to(sealed: str, text: str) -> bool:
 def _check_api_key(text: str) -> None:
     if len(text) > limits().nodes.api_key_chars or not all("!" <= letter <= "~" for letter in text):
         raise BadRequest(
-            f"api_key must be at most {limits().nodes.api_key_chars} printable ASCII characters without spaces.",
+            _("api_key must be at most %(most)s printable ASCII characters without spaces.")
+            % {"most": limits().nodes.api_key_chars},
             param="api_key",
         )
 
@@ -291,11 +298,13 @@ def remove_node(*, node_id: uuid.UUID, actor: str) -> None:
     """
     node = with_clock(Node.objects.select_for_update(of=("self",))).select_related("presence").filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+        raise NodeNotFound(_("There is no node %(node_id)s.") % {"node_id": node_id}, param="node_id")
     if not is_removable(node):
-        raise BadRequest(f"{node.name} is not offline: stop its program first.", param="node_id")
+        raise BadRequest(_("%(name)s is not offline: stop its program first.") % {"name": node.name}, param="node_id")
     if list_open_runs(node.pk):
-        raise BadRequest(f"{node.name} has an operation under way: wait until it has ended.", param="node_id")
+        raise BadRequest(
+            _("%(name)s has an operation under way: wait until it has ended.") % {"name": node.name}, param="node_id"
+        )
     node.bound_credentials.update(node=None, updated_at=clock.now())
     gpus = list(node.gpus.values_list("pk", flat=True))
     heard_at = presence_of(node).last_heartbeat_at
@@ -330,10 +339,10 @@ def set_api_key(*, node_id: uuid.UUID, api_key: str, actor: str) -> Node:
     _check_api_key(api_key)
     node = Node.objects.select_for_update().filter(pk=node_id).first()
     if node is None:
-        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+        raise NodeNotFound(_("There is no node %(node_id)s.") % {"node_id": node_id}, param="node_id")
     if node.reach != Reach.DIRECT.value:
         raise BadRequest(
-            "This node dials in, so nothing calls its URL; only nodes called over HTTP take a key.", param="node_id"
+            _("This node dials in, so nothing calls its URL; only nodes called over HTTP take a key."), param="node_id"
         )
     save_changes(node, {"sealed_api_key": seal_api_key(api_key)})
     NodePresence.objects.filter(node=node).update(probed_at=None)  # the next round of calls tries it
@@ -496,7 +505,7 @@ def probe_node(node: Node, *, authorities: str) -> ProbeResult:
             if status == httpx.codes.OK:
                 return ProbeResult(said=_read(node, body))
             if status not in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.UNAUTHORIZED):
-                status, _ = _get(client, target, _MODELS, api_key=api_key, max_bytes=0)
+                status, _body = _get(client, target, _MODELS, api_key=api_key, max_bytes=0)
     except httpx.ReadTimeout:
         return ProbeResult(error=NO_ANSWER)
     except httpx.TimeoutException:

@@ -309,7 +309,7 @@ def test_what_was_signed_for_one_freeze_or_for_none_does_not_end_a_later_one(tea
     Operation.objects.filter(pk=old.pk).update(statement=statement.raw, digest=statement.digest.hex())
     old.refresh_from_db()
     run = carry_out(team, old)
-    assert (run.state, "names no freeze" in run.message) == (RunState.FAILED.value, True)
+    assert (run.state, "not for the freeze in force" in run.message) == (RunState.FAILED.value, True)
     carry_out(team, one)
     assert read_freeze() is None
     assert "not frozen any more" in carry_out(team, third).message
