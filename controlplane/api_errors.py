@@ -18,6 +18,7 @@ from django.db import DatabaseError, DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.template.loader import render_to_string
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 from rest_framework import exceptions
 from rest_framework.permissions import SAFE_METHODS
 from rest_framework.response import Response
@@ -38,16 +39,21 @@ NOT_STORABLE = (DataError, OverflowError)
 """What Django raises for text and numbers that PostgreSQL cannot take, such as a NUL character, wherever they came in."""
 _REMOVE_IT = "The request holds a character or a number that the database cannot take, such as NUL. Remove it and try again."
 _MALFORMED = "The address, or what was sent with it, is malformed."
-_AWAY = "The database did not answer in time."
-_TRY_AGAIN = "Nothing was changed; try again in a few seconds. If it stays so, see whether PostgreSQL runs and can be reached."
-_LOOK_FIRST = (
+_AWAY = gettext_lazy("The database did not answer in time.")
+_TRY_AGAIN = gettext_lazy(
+    "Nothing was changed; try again in a few seconds. If it stays so, see whether PostgreSQL runs and can be reached."
+)
+_LOOK_FIRST = gettext_lazy(
     "What you asked for may or may not have been done: look at it, once the database answers again, before you repeat it. "
     "If it stays so, see whether PostgreSQL runs and can be reached."
 )
 
 # Why a database that answers takes no changes, by SQLSTATE. The statement failed, and its transaction with it.
-_UNWRITABLE = {"25006": "it is read-only", "53100": "its disk is full"}
-_MAKE_ROOM = "Nothing was changed. See to the PostgreSQL server, then try again."
+_UNWRITABLE = {
+    "25006": gettext_lazy("The database takes no changes: it is read-only."),
+    "53100": gettext_lazy("The database takes no changes: its disk is full."),
+}
+_MAKE_ROOM = gettext_lazy("Nothing was changed. See to the PostgreSQL server, then try again.")
 
 logger = logging.getLogger(__name__)
 _TYPES: dict[int, str] = {
@@ -59,11 +65,15 @@ _TYPES: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What is wrong with the database. ``is_undone``: whether what was asked for is sure not to have been done."""
+    """What is wrong with the database. ``is_undone``: what was asked for is sure not to have been done.
+
+    ``is_away``: it gave no answer, rather than a refusal.
+    """
 
     problem: str
     advice: str
     is_undone: bool
+    is_away: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +164,12 @@ def describe_outage(error: BaseException | None, *, method: str = "GET") -> Outa
     """Return what is wrong with the database; None when ``error`` is not about that. ``method``: of the request."""
     why = _UNWRITABLE.get(getattr(error.__cause__, "sqlstate", None) or "") if isinstance(error, DatabaseError) else None
     if why is not None:
-        return Outage(f"The database takes no changes: {why}.", _MAKE_ROOM, is_undone=True)
+        return Outage(str(why), str(_MAKE_ROOM), is_undone=True)
     if not isinstance(error, DATABASE_AWAY):
         return None
     # A change may have been committed before its answer was lost.
     is_safe = method in SAFE_METHODS
-    return Outage(_AWAY, _TRY_AGAIN if is_safe else _LOOK_FIRST, is_undone=is_safe)
+    return Outage(str(_AWAY), str(_TRY_AGAIN if is_safe else _LOOK_FIRST), is_undone=is_safe, is_away=True)
 
 
 def first_problem(detail: object, path: str = "") -> tuple[str | None, str]:
@@ -246,7 +256,7 @@ def _say_outage(request: HttpRequest, error: Exception, outage: Outage) -> HttpR
     is_script = request.content_type == "application/json"
     if _wants_page(request) or (request.path.startswith(PAGE_PREFIXES) and not is_script):
         # A database that only refuses changes still says who is signed in; one that is away is not waited for again.
-        reader = None if outage.problem == _AWAY else request
+        reader = None if outage.is_away else request
         answer: HttpResponse = _render_error(reader, "503.html", {"outage": outage}, HTTPStatus.SERVICE_UNAVAILABLE)
     else:
         known = describe_error(error, method=request.method or "GET")
