@@ -274,6 +274,10 @@ LOGGING = {
     },
 }
 
+# The SDK of traces reads these itself, with all that OpenTelemetry names beside them (``wire.traces``).
+TRACES_ENDPOINT = read_text("OTEL_EXPORTER_OTLP_ENDPOINT")
+TRACES_SAMPLER = read_text("OTEL_TRACES_SAMPLER", "parentbased_always_on")
+
 _limits = read_limits()
 # Whether records and logs keep what an engine said when it failed or refused, without what it repeated of the request.
 if not read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True):

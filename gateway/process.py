@@ -68,6 +68,7 @@ from nodes.tickets import Refusals
 from wire import clock
 from wire.bridge import CANCEL_SERVER_SHUTDOWN, TicketUsage
 from wire.ids import new_uuid7
+from wire.traces import open_traces
 
 logger = logging.getLogger("muster.gateway")
 
@@ -160,6 +161,7 @@ class GatewayRuntime:
             counter=TokenCounter(self.registry, Path(settings.TOKENIZERS_DIR) if settings.TOKENIZERS_DIR else None),
             limits=self.limits,
             budgets=self.budgets,
+            traces=open_traces(os.environ, service="muster-gateway", instance=self.gateway_id.hex),
         )
         self.canaries = Canaries(
             gateway_id=self.gateway_id,
@@ -259,6 +261,8 @@ class GatewayRuntime:
         self.pipeline.counter.close()
         await self.valkey.aclose()
         await self.records.stop()
+        if self.pipeline.traces is not None:
+            await asyncio.to_thread(self.pipeline.traces.close)
         try:
             await run_upkeep(self._unregister_process)
         except DatabaseError:

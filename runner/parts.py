@@ -40,6 +40,7 @@ from runner.telemetry import Reading, Telemetry, open_telemetry
 from runner.tickets import Tickets
 from runner.tls import ServerTls
 from wire import clock
+from wire.traces import open_traces
 
 log = logging.getLogger(__name__)
 
@@ -241,6 +242,11 @@ async def assemble(
         parts = _put_together(
             config, settings, telemetry, ledger, governance, client, on_change=on_change, wakes=wakes, engines=engines
         )
+        parts.serving.traces = traces = await asyncio.to_thread(
+            open_traces, config.environment, service="muster-node", instance=config.name
+        )
+        if traces is not None:
+            stack.push_async_callback(asyncio.to_thread, traces.close)
         stack.push_async_callback(parts.close)
         if parts.tls is not None:
             await asyncio.to_thread(parts.tls.open)

@@ -95,6 +95,10 @@ class WireLimits:
     forwarded_judged: int = bound(4096, "addresses", "The address that was judged first is judged anew.")
     # Whoever calls ``clock.beat`` does so twice a second at least.
     standstill_s: float = bound(2.0, "s", "A process that was silent to itself for longer stood still; others' silence stops.")
+    # Traces
+    traces_flush_s: float = bound(3.0, "s", "A process that ends sends no more of the spans that wait.")
+    traces_quiet_s: float = bound(60.0, "s", "The next complaint of the exporter of traces is logged.")
+    traces_reason_chars: int = bound(300, "characters", "A complaint of the exporter is cut in the log.")
     # Op tokens, statements and receipts
     # As JSON. A statement with five proofs has a third of it.
     token_bytes: int = bound(16 * 1024, "bytes", "A larger op token is refused (`too_large`).")

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from django.conf import settings
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -33,6 +33,7 @@ from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline
 from gateway.request.records import COMPLETED, Record, count_tokens
 from gateway.request.response import admit_origin, id_headers, name_node, render_head
+from gateway.request.traces import RequestTrace, begin_trace
 from gateway.values import Header, InferenceRequest, ModelEntry
 from gateway.views.endpoints import Inference
 from nodes.links import EndKind, LinkEnd, Sink, Stream
@@ -44,6 +45,9 @@ from wire.contract import RequestState
 from wire.events import EndReader, open_end_reader
 from wire.ids import format_id, new_uuid7
 from wire.limits import WIRE
+
+if TYPE_CHECKING:
+    from wire.spans import Traces
 
 # A member takes ten times as long to look up.
 _OK = int(HTTPStatus.OK)
@@ -199,9 +203,9 @@ class FastRequest(KnownCycle, Sink):
     # Assigned in ``__init__``: of more than 30 attributes without slots each one is looked up in a dictionary.
     __slots__ = (
         "_accepted", "_beginning", "_connection", "_head", "_is_durable", "_last", "_lease", "_number", "_path", "_plan",
-        "_rate", "_record", "_record_id", "_reservation", "_seen_at", "_seen_events", "_trial", "_ungranted", "bytes_out",
-        "ends", "events", "first_byte_at", "headers", "is_closing", "parts", "received", "request", "request_id", "started",
-        "status", "stream", "tail", "was_blocked",
+        "_rate", "_record", "_record_id", "_reservation", "_seen_at", "_seen_events", "_trace", "_trial", "_ungranted",
+        "bytes_out", "ends", "events", "first_byte_at", "headers", "is_closing", "parts", "received", "request", "request_id",
+        "started", "status", "stream", "tail", "was_blocked",
     )  # fmt: skip
 
     def __init__(
@@ -235,6 +239,7 @@ class FastRequest(KnownCycle, Sink):
         self._beginning = b""
         """Status and headers of a stream, made while the engine is thinking."""
         self._record: Record | None = None
+        self._trace: RequestTrace | None = None
         self._record_id = new_uuid7()
         self.request_id = format_id("req", self._record_id)
 
@@ -243,13 +248,16 @@ class FastRequest(KnownCycle, Sink):
         pipeline, request, lease = self._path.pipeline, self.request, self._lease
         metrics.COUNTERS.in_flight += 1
         self._number = pipeline.dispatcher.take_number()
+        headers = request.headers
+        if pipeline.traces is not None:
+            headers = self._begin_trace(pipeline.traces)
         opened = OpenRequest(
             request_id=self.request_id,
             attempt=1,
             model=request.model,
             path=request.endpoint,
             body=request.body,
-            headers=request.headers,
+            headers=headers,
             is_streaming=request.is_streaming,
             deadline_ms=int(pipeline.limits.request_s * 1000),
             tenant=self._plan.key.caller.tenant,
@@ -257,6 +265,14 @@ class FastRequest(KnownCycle, Sink):
         )
         self.stream = lease.link.open_stream(opened, self)
         self._connection.loop.call_soon(self._enter)  # links write what they send in the turn of the loop before
+
+    def _begin_trace(self, traces: Traces) -> dict[str, str]:
+        """Return the headers that the node gets."""
+        request, at = self.request, self.started
+        self._trace = begin_trace(traces, self._head.headers, request.endpoint, self._record_id, at=at)
+        if self._trace is None:
+            return request.headers
+        return {**request.headers, **self._trace.begin_attempt(self._lease.link, request.model, number=1, at=at)}
 
     def _enter(self) -> Record:
         """Write the row, and have the node judged, unless that has begun; return the record."""
@@ -386,6 +402,9 @@ class FastRequest(KnownCycle, Sink):
         self._path.pipeline.dispatcher.ejections.end(self._trial, _GOOD, clock.monotonic())
         self.bytes_out += len(last)
         record.status_code = self.status
+        if self._trace is not None:
+            answer = last if self.ends is None else self.ends.recent
+            self._trace.end_served(self.status, usage, first_byte_at=self.first_byte_at, answer=answer)
         count_tokens(record, self, usage, text_chars=text_chars)
         if self._is_durable:
             self._conclude()
@@ -445,6 +464,8 @@ class FastRequest(KnownCycle, Sink):
         self._path.pipeline.recorder.count(record, self.started)
         if self._reservation is not None:
             self._path.pipeline.settle(self._reservation, record)
+        if self._trace is not None:
+            self._trace.finish(record)
         connection, last = self._connection, self._last
         connection.fast = None
         if self.disconnected or last is None:
@@ -530,6 +551,7 @@ class FastRequest(KnownCycle, Sink):
         job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
         job.sequence, job.attempts = self._number, 1
         call.caller, call.record, call.reservation = self._plan.key.caller, record, self._reservation
+        call.trace = job.trace = self._trace
         client.watch()
         if self._accepted is not None:
             call.accepted = self._accepted

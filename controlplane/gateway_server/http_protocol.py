@@ -99,7 +99,8 @@ class KnownRequests:
 
 
 _LENGTHS = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")
-_UNUSUAL_HEADERS = frozenset({b"connection", b"expect", b"te", b"trailer", b"transfer-encoding", b"upgrade"})
+# A head with ``traceparent`` never comes again.
+_UNUSUAL_HEADERS = frozenset({b"connection", b"expect", b"te", b"traceparent", b"trailer", b"transfer-encoding", b"upgrade"})
 
 
 def _split_head(data: bytes, end: int) -> tuple[bytes, int] | None:

@@ -42,6 +42,7 @@ from gateway.values import CHAT_PATH, InferenceRequest, derive
 from wire import clock
 from wire.bounds import BOUNDS, find_out_of_bounds
 from wire.events import fail_response
+from wire.traces import TRACE_HEADERS
 from wire.unreadable import UNREADABLE
 
 _json = msgspec.json.Encoder()
@@ -64,10 +65,10 @@ _CACHE_MODES = frozenset({"prefix", "none", "auto"})
 _CACHE_TAG_RE = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
 _JSON_TYPE = "application/json"
 _JSON_TYPES = frozenset({"", _JSON_TYPE, "text/json"})
-_OPENAI_HEADERS = frozenset({"content-type", "openai-organization", CACHE_MODE, CACHE_TAG})
+_OPENAI_HEADERS = frozenset({"content-type", "openai-organization", CACHE_MODE, CACHE_TAG}) | TRACE_HEADERS
 _CHAT_ALONE = (CHAT_PATH,)
 _SUMMARY = SUMMARY_MARK.encode()
-_ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta", CACHE_MODE, CACHE_TAG})
+_ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta", CACHE_MODE, CACHE_TAG}) | TRACE_HEADERS
 
 
 class Dialect(StrEnum):

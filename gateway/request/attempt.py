@@ -388,6 +388,11 @@ class Exchange(Sink):
         """What keeps the stream, if another node may go on with it."""
         return self._continuation
 
+    @property
+    def recent(self) -> bytes:
+        """The end of what the node said."""
+        return self.last if self._ends is None else self._ends.recent
+
     def follow(self, previous: Exchange) -> None:
         """Go on with the stream that another attempt began and its node did not end. Call before ``run``."""
         assert previous._rewriter is not None
@@ -523,13 +528,17 @@ class Exchange(Sink):
 
     def _open_request(self, remaining: float) -> OpenRequest:
         job, request = self._job, self._job.request
+        headers = request.headers
+        if job.trace is not None:
+            link, at = self._lease.link, clock.monotonic()
+            headers = {**headers, **job.trace.begin_attempt(link, request.model, number=job.attempts, at=at)}
         return OpenRequest(
             request_id=job.request_id,
             attempt=job.attempts,
             model=request.model,
             path=self._path if self._translation is None else self._translation.path,
             body=request.body if self._translation is None else self._translation.body,
-            headers=request.headers,
+            headers=headers,
             is_streaming=request.is_streaming,
             deadline_ms=max(1, int(remaining * 1000)),
             tenant=job.tenant,

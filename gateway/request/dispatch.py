@@ -13,7 +13,7 @@ import math
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -115,6 +115,13 @@ class Plan:
 _NONE: frozenset[Link] = frozenset()
 
 
+class JobTrace(Protocol):
+    """A request that is traced, as far as its attempts go."""
+
+    def begin_attempt(self, link: Link, model: str, *, number: int, at: float) -> Mapping[str, str]:
+        """Note that a node is asked now; return the headers by which it goes on with the trace."""
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """A request on its way to a node. ``deadline`` and ``accepted`` are clock.monotonic() seconds."""
@@ -151,6 +158,8 @@ class Job:
     """Where its last wait began."""
     failover: Lease | None = None
     """A slot that is held on another node, while its own may be dead. Whoever ends the request releases it."""
+    trace: JobTrace | None = None
+    """None = it is not traced."""
     suspects: list[Trial] = field(default_factory=list)
     """Attempts that failed before their first byte: the nodes' fault once another one answers."""
 
@@ -429,6 +438,11 @@ class Dispatcher:
         held.released, link.active = True, link.active - 1  # in this turn of the loop nobody else gets it
         FAILOVER_SLOTS.labels("used").inc()
         return self.grant(link, request.model, choose_path(link, request), now, held.choice)
+
+    def name_wait(self, request: InferenceRequest) -> str:
+        """Return what a request waits for: a ``slot`` of a node that is ready, or what keeps the nodes from being so."""
+        reason = self._explain(request.model, request.paths)
+        return "slot" if reason is None else reason.code
 
     def watch_silence(self, listener: Callable[[Sequence[Link]], None]) -> None:
         """Have ``listener`` called at each tick with the nodes that missed a second heartbeat and are not given up."""

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
@@ -56,6 +56,7 @@ from gateway.request.records import (
 )
 from gateway.request.response import id_headers, name_header, name_node, refuse
 from gateway.request.stored import StoragePlan, keep_answer, mark_unkept, plan_storage
+from gateway.request.traces import RequestTrace, begin_trace
 from gateway.token_counts import TokenCounter, run_beside
 from gateway.values import CHAT_PATH, Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
 from nodes.links import Link
@@ -66,6 +67,9 @@ from wire.contract import RequestState
 from wire.engine_errors import quote_message
 from wire.ids import format_id, new_uuid7
 from wire.logs import bind_request
+
+if TYPE_CHECKING:
+    from wire.spans import Traces
 
 logger = logging.getLogger("muster.gateway")
 
@@ -133,6 +137,7 @@ class Call:
     reservation: Reservation | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
+    trace: RequestTrace | None = None
     accepted: asyncio.Future[None] | None = None
     """Done when its row is durable; until then the client gets nothing of what is said."""
 
@@ -160,6 +165,8 @@ class Pipeline:
     """None: no caller has any."""
     say_failover: Callable[[Call, Job, Link], Awaitable[bytes]] | None = None
     """Returns the event that tells the client of a stream which nobody goes on with where else to ask."""
+    traces: Traces | None = None
+    """None: nothing is traced."""
     is_stopping: bool = False
     recorder: Recorder = field(init=False)
     failover: FailoverSlots = field(init=False)
@@ -173,6 +180,8 @@ class Pipeline:
         record_id = new_uuid7()
         request_id = format_id("req", record_id)
         call = Call(client, surface, record_id, request_id, id_headers(request_id, is_anthropic=surface.is_anthropic))
+        if self.traces is not None:
+            call.trace = begin_trace(self.traces, client.headers, surface.path, record_id, at=call.started)
         await self._conduct(call, self._begin(call))
 
     async def take_over(self, call: Call, job: Job, record: Record) -> None:
@@ -219,6 +228,8 @@ class Pipeline:
                 self.recorder.count_refusal(ending.error)
             if call.reservation is not None:
                 self.settle(call.reservation, call.record)
+            if call.trace is not None:
+                call.trace.finish(call.record, ending.error)
 
     async def _answer(self, call: Call, job: Job, record: Record) -> Ending:
         client = call.client
@@ -256,7 +267,7 @@ class Pipeline:
                     continue
                 self.recorder.note_start(record)
                 trial = self.dispatcher.begin_trial(job, lease, exchange, caller=call.caller.key_id)
-            outcome = await self._run_attempt(job, trial, exchange)
+            outcome = await self._run_attempt(call, job, trial, exchange)
             if isinstance(outcome, Retry) and outcome.reason is RetryReason.BROKEN:
                 return await self._go_on(call, job, record, trial, outcome)
             if not self._should_retry(call, outcome, job, trial.link):
@@ -285,7 +296,7 @@ class Pipeline:
             call.exchange = following
             self.recorder.note_start(record)
             trial = self.dispatcher.begin_trial(job, lease, following, caller=call.caller.key_id)
-            ended = await self._run_attempt(job, trial, following)
+            ended = await self._run_attempt(call, job, trial, following)
             following.first_byte_at, begun = begun.first_byte_at, following
             if not isinstance(ended, Retry):
                 metrics.CONTINUED.labels("resumed").inc()
@@ -362,7 +373,7 @@ class Pipeline:
             refused = request or InferenceRequest(endpoint=surface.path, paths=surface.paths, model="")
             self.recorder.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
             raise
-        call.job = job
+        call.job, job.trace = job, call.trace
         if request.options is not None:
             job.unmatched = self._find_unmatched(caller, request.options)
         record = self.recorder.make_record(call.record_id, caller, request, asked_model=asked_model)
@@ -527,6 +538,9 @@ class Pipeline:
             return found
         self.recorder.note_wait(record, model=job.request.model, asked_model=job.asked_model)
         self._name_place(call, job)
+        since, reason = 0.0, ""
+        if call.trace is not None:
+            since, reason = clock.monotonic(), self.dispatcher.name_wait(job.request)
         try:
             return await call.client.wait(found)
         except asyncio.CancelledError:
@@ -536,6 +550,8 @@ class Pipeline:
         finally:
             if call.keepalive is not None:
                 call.keepalive.leave_queue()
+            if call.trace is not None:
+                call.trace.note_wait(since, reason=reason, place=job.place)
 
     def _name_place(self, call: Call, job: Job) -> None:
         """Have the answer say where the request began to wait, and a stream where it waits."""
@@ -633,13 +649,15 @@ class Pipeline:
             exchange.follow(begun)
         return exchange
 
-    async def _run_attempt(self, job: Job, trial: Trial, exchange: Exchange) -> Outcome:
+    async def _run_attempt(self, call: Call, job: Job, trial: Trial, exchange: Exchange) -> Outcome:
         outcome: Outcome | None = None
         try:
             outcome = await exchange.run()
             return outcome
         finally:
             self.dispatcher.end_trial(job, trial, outcome)
+            if call.trace is not None:
+                call.trace.end_attempt(outcome, first_byte_at=exchange.first_byte_at, answer=exchange.recent)
 
     async def _keep(self, call: Call, job: Job, exchange: Exchange) -> None:
         storage, translator = call.storage, exchange.translator

@@ -37,6 +37,7 @@ from runner.engines.port import (
 from runner.errors import EngineError
 from runner.limits import limits
 from wire import clock
+from wire.traces import TRACE_HEADERS
 from wire.unreadable import UNREADABLE
 
 # ---- whose a slot is ----
@@ -196,7 +197,9 @@ def _may_hold(slot: _Slot, request: FlushRequest) -> bool:
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
 
 # Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left.
-_TO_ENGINE: Final = frozenset({"content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent", "x-request-id"})
+_TO_ENGINE: Final = (
+    frozenset({"content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent", "x-request-id"}) | TRACE_HEADERS
+)
 _METRIC: Final = re.compile(rb"^llamacpp:(\w+) ([0-9.eE+]+)$", re.MULTILINE)
 
 

@@ -58,6 +58,7 @@ from runner.engines.vllm_command import (
 )
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from runner.limits import limits
+from wire.traces import TRACE_HEADERS
 from wire.unreadable import UNREADABLE
 
 # vLLM serves lower numbers first.
@@ -120,7 +121,7 @@ _COUNTED = frozenset({
     "add_generation_prompt", "continue_final_message", "add_special_tokens",
 })  # fmt: skip
 # What reaches vLLM of a client's headers. Others steer it: one of them overrides the priority of the body.
-_HEADERS = frozenset({"accept", "content-type", "traceparent", "tracestate"})
+_HEADERS = frozenset({"accept", "content-type"}) | TRACE_HEADERS
 _PRIORITY_HEADER = "x-vllm-priority"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -46,6 +47,7 @@ from runner.serving.request import (
     is_allowed_path,
 )
 from runner.serving.responses import answer_pool, uses_pool_shape
+from runner.serving.traces import SlotTrace, begin_trace
 from wire import clock
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.events import open_end_reader
@@ -55,6 +57,9 @@ from wire.messages_fields import FORMATS, find_unhonoured
 from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
 from wire.usage import BodyReader, StreamReader, ask_for_usage
+
+if TYPE_CHECKING:
+    from wire.spans import Traces
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +88,8 @@ class Serving:
         self.limits = limits().serving
         self._wakes = wakes
         self._keeps_engine_errors = keeps_engine_errors
+        self.traces: Traces | None = None
+        """None: nothing is traced."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.counters = counters
@@ -210,6 +217,7 @@ class Slot:
     _body: bytes = b""
     _answer: Answer | None = None
     _fields: RequestFields | None = None
+    _trace: SlotTrace | None = None
 
     async def __aenter__(self) -> Answer:
         endpoint = self.request.endpoint
@@ -218,6 +226,8 @@ class Slot:
             return await self._serving.count(self.request)
         if endpoint == CONTINUATIONS:
             self.request = self._serving.translate_continuation(self.request)
+        if self._serving.traces is not None:
+            self._trace = begin_trace(self._serving.traces, self.request)
         try:
             answer = await self._enter()
         except BaseException as error:
@@ -251,11 +261,13 @@ class Slot:
         self._body, drops_usage = request.body, False
         if request.is_streaming:
             self._body, drops_usage = ask_for_usage(request.path, request.body)
+        engine, forgotten, headers = replica.supervisor.engine, "", request.headers
+        if self._trace is not None:
+            headers = {**headers, **self._trace.ask_engine(engine.name, model.model_id, turn)}
         call = Call(
-            request.method, request.path, request.headers, self._body, request.tenant, request.cache_mode, request.cache_tag,
+            request.method, request.path, headers, self._body, request.tenant, request.cache_mode, request.cache_tag,
             request.priority,
         )  # fmt: skip
-        engine, forgotten = replica.supervisor.engine, ""
         if request.endpoint == MESSAGES and not request.on_socket:  # else the gateway has seen to it
             forgotten = ", ".join(find_unhonoured([engine.name], request.body))
         replica.active += 1
@@ -346,6 +358,8 @@ class Slot:
                 self._serving.counters.count_refusal(error.code)
             if self._model is not None:
                 self._serving.write_down(self._model, request, answer, status)
+            if self._trace is not None:
+                self._trace.finish(answer, status, error=error.code if isinstance(error, RequestRefused) else "")
 
     async def _let_go(self, error: BaseException | None) -> None:
         answer, request, serving = self._answer, self.request, self._serving

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -124,8 +124,12 @@ class Gateway:
         return link
 
     def ask(self, key: str = "", /, *, surface: Surface = SURFACES[CHAT], **fields: object) -> Request:
+        return self.ask_with({"authorization": f"Bearer {key or self.key}"}, surface, fields)
+
+    def ask_with(self, headers: Mapping[str, str], surface: Surface, fields: Mapping[str, object]) -> Request:
+        """Send a request with these headers; its body is ``fields`` and what is missing among them."""
         content = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-        headers = {"authorization": f"Bearer {key or self.key}", "content-type": "application/json"}
+        headers = {"content-type": "application/json", **headers}
         client = MemoryClient(body=[content], headers=headers, limits=self.limits)
         return Request(self, client, asyncio.create_task(self.pipeline.serve(client.connection, surface)))
 

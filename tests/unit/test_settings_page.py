@@ -38,6 +38,9 @@ MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of proxies: `127.0.0.1,1
 `X-Forwarded-For` that is none of them is the client's, for throttles and logs
 MUSTER_LOG_LEVEL | `info` | `debug` (`trace`), `info`, `warning` (`warn`), `error`, `critical`. For nodes too
 MUSTER_LOG_FORMAT | `auto` | `json`, `console`, or `auto`: text where standard error is a terminal, else JSON. For nodes too
+OTEL_EXPORTER_OTLP_ENDPOINT | empty | Where [traces](observe.md#traces) go: `http://localhost:4318`. Empty = none are made. \
+For nodes too, as OpenTelemetry's other variables
+OTEL_TRACES_SAMPLER | `parentbased_always_on` | Which are kept, with `OTEL_TRACES_SAMPLER_ARG`
 MUSTER_LANGUAGE | `en` | Language of mail and chat messages: `en`, `de`. Pages take the reader's
 MUSTER_ADMIN_PAGES | on | Off saves gateways and workers a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes
