@@ -1,22 +1,9 @@
 #!/usr/bin/env python3
-"""Django's command line. ``./muster manage …`` runs it with the environment of a running installation."""
+"""Django's command line, where its tools look for it."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-from controlplane.env import report_setting_errors
-
-
-def main() -> None:
-    """Run one management command."""
-    report_setting_errors()
-    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
-    from controlplane.commands import run_command
-
-    run_command(sys.argv[1:])
-
+from controlplane.manage import main
 
 if __name__ == "__main__":
     main()

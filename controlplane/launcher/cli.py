@@ -23,16 +23,24 @@ from controlplane.launcher.installation import (
     run_down,
     run_manage,
 )
+from wire import COMMAND, IS_CHECKOUT
 
-_DESCRIPTION = """\
+_WHERE = (
+    "Everything it installs goes into .venv, everything it writes into .muster, both beside this script."
+    if IS_CHECKOUT
+    else "Everything it writes goes into {data}."
+)
+_DESCRIPTION = f"""\
 Muster puts the GPUs you own behind one OpenAI-compatible endpoint.
 
-First time? Run ./muster up, wait for "ready", and paste the curl line it prints.
-Everything it installs goes into .venv, everything it writes into .muster, both beside this script.
+First time? Run {COMMAND} up, wait for "ready", and paste the curl line it prints.
+{_WHERE}
 """
 _EPILOG = "muster COMMAND --help explains each command. docs/README.md says where to read on."
 # Switches of ``config``, which stand anywhere among the options of a node.
 _SHOWN = ("--json", "--check")
+_FOR_DEVELOPERS = {"test", "check", "messages", "lock", "bench", "package"}
+"""Commands of a checkout alone: what they need is not in a package."""
 # Switches of ``test``, which stand anywhere among the words for pytest.
 _RINGS = ("mutants", "fast", "all", "vllm", "clients")
 
@@ -94,7 +102,7 @@ _PROGRAMS = {
     "conformance": Program(
         "check a server against what OpenAI's and Anthropic's clients require of it",
         "--base-url URL --api-key KEY --model NAME [option ...]     --help lists the options",
-        "dev", "conformance", "docs/clients.md"
+        "runner", "conformance", "docs/clients.md"
     ),
 }  # fmt: skip
 
@@ -103,10 +111,15 @@ _MANAGED = ("manage", "audit", "ca")
 """Commands that run in the environment of an installation."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one command. Returns the exit status; trouble is one line on standard error and status 1."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, that of this process by default, as the console script ``muster`` does.
+
+    Returns the exit status; trouble is one line on standard error and status 1.
+    """
     try:
-        words = _move_data(list(argv))
+        words = _move_data(list(sys.argv[1:] if argv is None else argv))
+        if not IS_CHECKOUT and _FOR_DEVELOPERS & {*words[:1]}:
+            raise LauncherError(f"muster {words[0]} is for whoever changes Muster: it works in a clone of the repository")
         if words[:1] and words[0] in _PROGRAMS:
             _run_program(words[0], words[1:])
             return 0
@@ -117,11 +130,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def run() -> int:
-    """Run the command that this process was started with: the console script ``muster`` of an installed package."""
-    return main(sys.argv[1:])
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -140,7 +148,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="muster", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="muster",
+        description=_DESCRIPTION.format(data=default_data()),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -160,11 +171,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config(config := add("config", "show every setting: what holds, where it was set, and what it may be", _run_config))
     _add_demo(demo := add("demo", "set up something to try, or a whole fleet that nobody has", _run_demo))
     for name, program in _PROGRAMS.items():
+        if not IS_CHECKOUT and name in _FOR_DEVELOPERS:
+            continue
         made = add(name, program.text, lambda *_: 0, program.usage)  # never run: its words are handed on
         if name == "manage":
             made.formatter_class, made.epilog = argparse.RawDescriptionHelpFormatter, _describe_commands()
     for command in (down, credentials, config, demo, *(commands.choices[name] for name in _MANAGED)):
         _add_data(command)
+    if IS_CHECKOUT:
+        _add_developers(add)
+    return parser
+
+
+def _add_developers(add: Callable[[str, str, _Runner, str], argparse.ArgumentParser]) -> None:
     usage = "[--fast | --all | --vllm | --clients] [pytest argument ...]\n       muster test --mutants [NAME ...]"
     test = add("test", "run the tests of the gate (installs what they need, a Chromium included)", _run_test, usage)
     mutants = (
@@ -179,17 +198,16 @@ def build_parser() -> argparse.ArgumentParser:
         ("mutants", mutants),
     ):
         test.add_argument(f"--{name}", action="store_true", help=text)
-    add("check", "format, lint, types, import contracts, migrations", _run_tool)
-    add("messages", "collect what pages say for translation, and compile the translations", _run_tool)
-    add("lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_tool)
-    return parser
+    add("check", "format, lint, types, import contracts, migrations", _run_tool, "")
+    add("messages", "collect what pages say for translation, and compile the translations", _run_tool, "")
+    add("lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_tool, "")
 
 
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:
-    text = "directory of the installation (default: .muster beside this script)"
+    text = f"directory of the installation (default: {'.muster beside this script' if IS_CHECKOUT else default_data()})"
     command.add_argument("--data", type=Path, default=default_data(), metavar="DIR", help=text)
 
 
@@ -307,7 +325,8 @@ def _run_program(name: str, words: list[str]) -> None:
     program, (data, words) = _PROGRAMS[name], split_words(name, words)
     if name in _MANAGED and words in (["-h"], ["--help"]):
         build_parser().parse_args([name, "--help"])
-    if {"-h", "--help"} & set(words) and not environment.is_installed(program.needs):  # no help may install anything
+    if IS_CHECKOUT and {"-h", "--help"} & set(words) and not environment.is_installed(program.needs):
+        # No help may install anything.
         say(f"usage: muster {name} [argument ...]")
         say(f"{program.page} explains its options. This help installs nothing, and the program that lists them needs the")
         say(f"{program.needs} set of packages: once muster {name} has been used, its --help has them all.")
@@ -325,7 +344,8 @@ def _run_program(name: str, words: list[str]) -> None:
             own = [name, *own]
         case "bench" | "package":
             os.chdir(environment.ROOT)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH", "")]))
+    if IS_CHECKOUT:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH", "")]))
     os.execv(sys.executable, [sys.executable, "-m", program.module, *own])
 
 

@@ -40,7 +40,7 @@ def run_fleet(data: Path, *, ports: Sequence[str], words: Sequence[str]) -> int:
         run_manage(data, ["demo_fleet", "--data", str(data), *words])
     with _hold(data, ports):
         environment = {**os.environ, **read_variables(data)}
-        command = [sys.executable, str(ROOT / "manage.py"), "demo_fleet", "--data", str(data), *words]
+        command = [sys.executable, "-m", "controlplane.manage", "demo_fleet", "--data", str(data), *words]
         return _await(subprocess.Popen(command, cwd=ROOT, env=environment))
 
 
@@ -49,9 +49,9 @@ def _hold(data: Path, ports: Sequence[str]) -> Iterator[None]:
     """Run ``up`` on ``data`` until the block ends. Raises LauncherError when it does not get ready."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
-    command = [sys.executable, str(ROOT / "muster"), "up", "--data", str(data), "--no-node", *ports]
+    command = [sys.executable, "-m", "controlplane.launcher", "up", "--data", str(data), "--no-node", *ports]
     # In a group of its own: Ctrl-C reaches it when the demo has ended, not before.
-    up = subprocess.Popen(command, start_new_session=True)
+    up = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         while not installation_path(data).exists():
             if up.poll() is not None:

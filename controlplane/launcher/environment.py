@@ -1,6 +1,7 @@
 """The virtual environment beside the script: made when missing, brought up to a lock file, and re-entered.
 
-A stamp inside it records the checksum of every lock file it satisfies, so an unchanged set costs nothing.
+A stamp inside it records the checksum of every lock file it satisfies, so an unchanged set costs nothing. An installed package
+runs in the environment that it was installed into, and can only say which of its extras are missing there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import IO
 from controlplane.launcher.console import LauncherError, complain, pass_clock_on, progress, say
 from controlplane.launcher.files import FileLock, LockHeld, read_json, write_json
 from core.limits import limits
-from wire import clock
+from wire import IS_CHECKOUT, clock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv"
@@ -34,6 +35,8 @@ SETS: dict[str, tuple[str, ...]] = {
     "dev": ("runner", "engines", "server", "dev"),
 }
 """Each set and those it holds whole: lock.sh compiles the smaller ones with the biggest one as constraint."""
+_EXTRAS = {"engines": ("llamacpp,ct2,whisper", "faster_whisper"), "server": ("server", "django")}
+"""The extras of the package that are such a set, and a module by which they are known. The base set is always there."""
 
 
 def lock_file(name: str) -> Path:
@@ -49,11 +52,25 @@ def enter(name: str, argv: list[str]) -> None:
 
     Returns only when this process already runs inside it. Raises LauncherError.
     """
+    if not IS_CHECKOUT:
+        _require_extras(name, argv[0])
+        # Programs that we start import nothing from the folder a person happens to be in, which may have a ``core`` too.
+        os.environ["PYTHONSAFEPATH"] = "1"
+        return
     ensure_installed(name)
     if Path(sys.prefix).resolve() != VENV.resolve():
         python = str(venv_python())
         pass_clock_on()
         os.execv(python, [python, str(ROOT / "muster"), *argv])
+
+
+def _require_extras(name: str, command: str) -> None:
+    if is_installed(name):
+        return
+    wanted = f"'muster[{_EXTRAS[name][0]}]'"
+    is_pipx = (Path(sys.prefix) / "pipx_metadata.json").exists()
+    installer = "pipx install --force" if is_pipx else f"{sys.executable} -m pip install"
+    raise LauncherError(f"muster {command} needs packages that are not installed here: {installer} {wanted}")
 
 
 def ensure_installed(name: str) -> None:
@@ -95,7 +112,9 @@ def _install_set(name: str) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the virtual environment has the set ``name`` as its lock file says. Raises LauncherError."""
+    """Return whether the environment has the set ``name``; that of a checkout as its lock file says. Raises LauncherError."""
+    if not IS_CHECKOUT:
+        return name == "runner" or (name in _EXTRAS and importlib.util.find_spec(_EXTRAS[name][1]) is not None)
     stamp = read_json(_STAMP)
     sets = stamp.get("sets")
     if not isinstance(sets, dict) or not venv_python().exists():

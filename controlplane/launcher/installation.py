@@ -25,7 +25,7 @@ from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.files import read_holder, read_json, write_json
 from core.limits import limits
-from wire import clock
+from wire import COMMAND, IS_CHECKOUT, clock
 from wire.variables import report_variables
 
 _SYSTEM_HOME = Path("/var/lib/muster")
@@ -92,7 +92,14 @@ class Place:
 
 
 def default_data() -> Path:
-    return ROOT / ".muster"
+    """Return the folder beside the script, and for an installed package the one that this system has for a person's data."""
+    if IS_CHECKOUT:
+        return ROOT / ".muster"
+    if sys.platform == "darwin":
+        return Path("~/Library/Application Support/muster").expanduser()
+    given = os.environ.get("XDG_DATA_HOME", "")
+    # The specification has everybody ignore one that is relative.
+    return (Path(given) if given.startswith("/") else Path("~/.local/share").expanduser()) / "muster"
 
 
 def node_data(data: Path) -> Path:
@@ -287,7 +294,7 @@ def run_credentials(data: Path, name: str | None) -> int:
     path = credentials_path(data)
     credentials = read_credentials(path)
     if credentials is None:
-        raise LauncherError(f"{path} is missing, incomplete or not yours to read: has ./muster up run with this --data DIR?")
+        raise LauncherError(f"{path} is missing, incomplete or not yours to read: has {COMMAND} up run with this --data DIR?")
     values = asdict(credentials)
     for line in [values[name]] if name else [f"{each:<18}{value}" for each, value in values.items()]:
         say(line)
@@ -297,7 +304,10 @@ def run_credentials(data: Path, name: str | None) -> int:
 def describe_command(data: Path) -> str:
     """Return the command line that shows the credentials in ``data``, to be pasted anywhere."""
     where = [] if data == default_data() else ["--data", str(data)]
-    return shlex.join([str(ROOT / "muster"), "credentials", *where])
+    script = ROOT / "muster" if IS_CHECKOUT else Path(sys.executable).with_name("muster")
+    # By its name alone where that finds the same one.
+    is_on_path = not IS_CHECKOUT and (found := shutil.which("muster")) is not None and script.samefile(found)
+    return shlex.join(["muster" if is_on_path else str(script), "credentials", *where])
 
 
 def run_down(data: Path) -> int:
@@ -342,7 +352,7 @@ def run_config(data: Path, *, as_json: bool, is_check: bool) -> int:
 
 
 def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by ``manage.py`` with the environment of the installation on ``data``.
+    """Replace this process by ``controlplane.manage`` with the environment of the installation on ``data``.
 
     With DATABASE_URL and MUSTER_SECRET_KEY set, these are used and nothing has to run; nor has it for a help.
     Raises LauncherError.
@@ -353,14 +363,15 @@ def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:
         environment |= read_variables(data)
     # What waits in the buffer is lost when the process is replaced.
     sys.stdout.flush()
-    os.chdir(ROOT)
-    os.execve(sys.executable, [sys.executable, str(ROOT / "manage.py"), *arguments], environment)
+    if IS_CHECKOUT:
+        os.chdir(ROOT)
+    os.execve(sys.executable, [sys.executable, "-m", "controlplane.manage", *arguments], environment)
 
 
 def read_variables(data: Path) -> dict[str, str]:
     """Return the environment of the installation that runs on ``data``. Raises LauncherError when none does."""
     if read_holder(lock_path(data)) is None:
-        raise LauncherError(f"no Muster runs on {data}: start it with ./muster up, or name its directory with --data DIR")
+        raise LauncherError(f"no Muster runs on {data}: start it with {COMMAND} up, or name its directory with --data DIR")
     variables = read_json(installation_path(data)).get("environment")
     if not isinstance(variables, dict):
         raise LauncherError(

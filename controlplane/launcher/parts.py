@@ -296,7 +296,7 @@ def load_server() -> None:
 def bootstrap_command(installation: Installation) -> Command:
     """Return the command that migrates the database and makes the credentials."""
     arguments = ["bootstrap", "--credentials", str(credentials_path(installation.place.data))]
-    return _django(installation, "manage", arguments, installation.pageless_environment())
+    return _django(installation, "controlplane.manage", arguments, installation.pageless_environment())
 
 
 def _django(

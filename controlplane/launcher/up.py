@@ -45,7 +45,7 @@ from controlplane.launcher.processes import (
 from controlplane.launcher.supervisor import Supervisor, open_log, read_last_line, read_tail
 from controlplane.launcher.valkey import Valkey
 from core.limits import limits
-from wire import clock
+from wire import COMMAND, clock
 
 EXAMPLE_QUESTION = "Tell me a story."
 """The same as in README.md."""
@@ -85,7 +85,7 @@ def _lock_and_run(options: UpOptions, data: Path) -> int:
         lock.acquire(within_s=0.3)
     except LockHeld as held:
         raise LauncherError(
-            f"{data} is in use by another muster up (process {held.holder or '?'}). Stop it with ./muster down --data {data}"
+            f"{data} is in use by another muster up (process {held.holder or '?'}). Stop it with {COMMAND} down --data {data}"
         ) from None
     except OSError as error:
         raise LauncherError(f"cannot write to {data}: {error.strerror}. Choose another directory with --data DIR") from None
@@ -349,7 +349,7 @@ class _Session:
         authorization = '-H "Authorization: Bearer $MUSTER_API_KEY"'
         if not is_served:
             return [
-                "No node serves a model yet. Connect one: ./muster node --help. Then see what is served:",
+                f"No node serves a model yet. Connect one: {COMMAND} node --help. Then see what is served:",
                 key,
                 f"  curl {url}/models {authorization}",
             ]

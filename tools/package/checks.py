@@ -121,7 +121,7 @@ def run_checks(root: Path, table: Sequence[Check], words: Sequence[str]) -> int:
         return 0
     chosen = [check for check in table if not options.only or check.name in options.only]
     results: list[tuple[Check, Outcome, float]] = []
-    with _open_workplace(root, options.out.resolve()) as place:
+    with open_workplace(root, options.out.resolve()) as place:
         for number, check in enumerate(chosen, 1):
             progress(f"{number} of {len(chosen)} {check.name}: {check.text}")
             began = clock.monotonic()
@@ -156,7 +156,8 @@ def _read_options(table: Sequence[Check], words: Sequence[str]) -> argparse.Name
 
 
 @contextmanager
-def _open_workplace(root: Path, out: Path) -> Iterator[Workplace]:
+def open_workplace(root: Path, out: Path) -> Iterator[Workplace]:
+    """Make a workplace, and remove its folder at the end. Raises LauncherError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,6 +172,8 @@ def _run(check: Check, place: Workplace) -> Outcome:
         return check.run(place)
     except CheckFailed as error:
         return Failed(str(error))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Failed(f"{type(error).__name__}: {error}")
 
 
 def _tell(check: Check, outcome: Outcome, seconds: float) -> None:
