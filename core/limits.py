@@ -442,6 +442,7 @@ class NodeLimits:
     setup_form_bytes: int = bound(4_096, "bytes", "A longer form of `/setup` is refused.")
     setup_fields: int = bound(20, "fields", "A form or address of `/setup` with more is refused.")
     setup_nodes: int = bound(20, "nodes", "The page that adds nodes shows no more of those with one credential.")
+    provider_wait_s: int = bound(3_600, "s", "A provider whose requests are to wait longer is refused.")
     credential_nodes: int = bound(10_000, "nodes", "A credential for more nodes is refused.")
     credential_use_s: float = bound(60.0, "s", "The use of a credential is stored again.")
     name_tries: int = bound(64, "names", "An enrolment whose name so many live workers have is refused.")
@@ -596,6 +597,10 @@ class GatewayLimits:
         "One more waiting request of a tenant is refused with 503.",
         setting="MUSTER_MAX_TENANT_QUEUE_LEN",
     )
+    provider_span_s: float = bound(86_400.0, "s", "`GET /admin/stats` counts no older requests of a provider.")
+    queue_full_log_s: float = bound(1.0, "s", "Requests that find their queue full have no further line in the log within it.")
+    # Each node declares at most ``max_models`` at a time, but others every minute if it likes.
+    known_models: int = bound(10_000, "models", "Further names that nodes declare are not noted, and the log says so.")
     degrade_wait_s: float = bound(
         30.0,
         "s",

@@ -45,17 +45,19 @@ class AuthThrottle:
         count, at = self._failures.get(address, (0, 0.0))
         return count >= self._limit and clock.monotonic() - at < self._block_s
 
-    def record_failure(self, address: str) -> None:
-        """Count a wrong credential; old ones are forgotten."""
+    def record_failure(self, address: str) -> bool:
+        """Count a wrong credential; old ones are forgotten. Return whether it is the first one of the address for a while."""
         now = clock.monotonic()
-        count, at = self._failures.get(address, (0, 0.0))
+        count, at = self._failures.get(address, (0, float("-inf")))
         # Whoever has waited begins anew.
         has_served = count >= self._limit and now - at >= self._block_s
-        if has_served or now - at >= self._bounds.throttle_forget_s:
+        is_first = now - at >= self._bounds.throttle_forget_s
+        if has_served or is_first:
             count = 0
         if len(self._failures) >= self._bounds.throttle_addresses:
             self._failures.clear()
         self._failures[address] = (count + 1, now)
+        return is_first
 
     def record_success(self, address: str) -> None:
         self._failures.pop(address, None)

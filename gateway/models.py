@@ -90,6 +90,9 @@ class Model(models.Model):
 
     name = models.CharField(max_length=200, unique=True)
     allowed = models.BooleanField(default=False)
+    refused = models.BooleanField(
+        default=False, db_default=False, help_text="An operator took it back: no credential allows it by itself"
+    )
     owned_by = models.CharField(max_length=80, default="muster")
     max_tokens = models.PositiveIntegerField(null=True, blank=True, help_text="Cap on max_tokens; empty = the setting")
     max_prompt_chars = models.PositiveIntegerField(

@@ -43,7 +43,7 @@ from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, M
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
 from gateway.request.tickets import TicketOffice
-from gateway.services.models import remember_models
+from gateway.services.models import allow_declared, remember_models
 from gateway.services.requests import close_orphaned_requests
 from gateway.services.shares import DealerTable
 from gateway.services.tickets import find_ended, store_usage
@@ -451,6 +451,14 @@ class GatewayRuntime:
         declared = self.keeper.known_models.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them
             await run_upkeep(remember_models, names=sorted(declared))
+        known = self.catalogue.models
+        trusted = {
+            name: credential
+            for name, credential in self.keeper.trusted_models.items()
+            if (entry := known.get(name)) is None or not (entry.allowed or entry.refused)
+        }
+        if trusted:
+            await run_upkeep(allow_declared, trusted)
 
     def _known_targets(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
         direct = {row.node_id: row.public_base_url for row in rows if row.is_direct}

@@ -354,6 +354,8 @@ class ModelEntry:
     context_tokens: int | None = None
     tokenizer: str = ""
     tidy: bool = False
+    refused: bool = False
+    """Whether an operator took it back, so that no credential allows it."""
     """Whether chunks of its chat streams are put right for strict clients."""
     resumes: bool = False
     """Whether another node goes on with a stream whose node dies, where the client does not say."""

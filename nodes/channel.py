@@ -260,14 +260,14 @@ class NodeChannel:
         found = find_credentials({check.secret for check in asked if check not in waiting})
         answers: list[NodeCredential | CredentialRefused] = []
         for check in asked:
-            credential = found.get(check.secret)
-            if credential is not None:
+            if (credential := found.get(check.secret)) is not None:
                 answers.append(credential)
             elif check in waiting or throttle.is_blocked(check.address):
                 AUTH_FAILURES.labels("throttled").inc()
                 answers.append(CredentialRefused("worker authentication temporarily rate limited"))
             else:
-                throttle.record_failure(check.address)
+                if throttle.record_failure(check.address):  # not each: who guesses would fill the log
+                    logger.warning("worker.wrong_secret address=%s", check.address)
                 AUTH_FAILURES.labels("rejected").inc()
                 answers.append(CredentialRefused("worker authentication failed"))
         return answers

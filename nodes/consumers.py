@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, assert_never
 from urllib.parse import parse_qs
@@ -158,6 +159,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             raise Refused(1008, "worker provider is unknown, disabled or not the credential's")
         self._channel.throttle.record_success(self.address)
         self.credential = credential
+        if provider.max_models is not None and provider.max_models < self._limits.max_models:
+            self.protocol.policy = replace(self._limits, max_models=provider.max_models)
 
     async def websocket_receive(self, message: Event) -> None:
         """Take a frame, of which the first registers the node. Raises ProtocolError and Refused before it has registered."""

@@ -35,6 +35,16 @@ class Provider(models.Model):
 
     name = models.SlugField(max_length=60, unique=True)
     state = models.CharField(max_length=10, choices=ProviderState.choices, default=ProviderState.ENABLED)
+    max_queue = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Requests that may wait for its models; empty = as many as each model lets wait"
+    )
+    queue_s = models.PositiveIntegerField(null=True, blank=True, help_text="Longest wait for a slot; empty = the setting")
+    no_node_s = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Longest wait while none of its nodes is there; empty = the setting"
+    )
+    max_models = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Models that one of its nodes may declare; empty = the limit of all nodes"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 
@@ -55,6 +65,9 @@ class NodeCredential(models.Model):
     provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="credentials")
     node = models.ForeignKey("nodes.Node", on_delete=models.PROTECT, null=True, blank=True, related_name="bound_credentials")
     max_nodes = models.PositiveIntegerField(default=1, help_text="How many nodes may enrol with it when it is not bound to one")
+    allows_models = models.BooleanField(
+        default=False, db_default=False, help_text="Clients may use what its nodes declare, unless an operator refused it"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
     last_used_at = models.DateTimeField(null=True, blank=True)

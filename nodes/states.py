@@ -172,6 +172,22 @@ class Figures:
     tokens_per_s: float | None = None
 
 
+class ProviderTerms(NamedTuple):
+    """What a provider says of requests that wait for its models; None = as everywhere."""
+
+    name: str
+    max_queue: int | None = None
+    queue_s: int | None = None
+    no_node_s: int | None = None
+
+    @property
+    def is_special(self) -> bool:
+        return self[1:] != (None, None, None)
+
+
+_NO_TERMS = ProviderTerms("")
+
+
 @dataclass(frozen=True, slots=True)
 class NodeRow:
     """A node as read from the database for routing. Moments are clock.monotonic() seconds, told by the database's clock."""
@@ -223,6 +239,9 @@ class NodeRow:
     """For how long it had been silent when its row was last written."""
     excluded: frozenset[str] = frozenset()
     """Models that it is sent no requests for, as none of its GPUs can run them by their documents."""
+    terms: ProviderTerms = _NO_TERMS
+    allowed_by: str = ""
+    """Name of its credential, where that allows what its nodes declare; empty = each model waits for an operator."""
 
     @property
     def carries_bytes(self) -> bool:

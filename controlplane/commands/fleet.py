@@ -74,12 +74,17 @@ def create_key(options: Options) -> str:
     argument("--name", required=True, help="which node or nodes will use it"),
     argument("--provider", default="local", help="made when there is none of that name (default: local)"),
     argument("--max-nodes", type=int, default=1, metavar="N", help="how many nodes may enrol with it"),
+    argument("--allow-models", action="store_true", help="clients may use what its nodes declare"),
 )
 def create_worker_credential(options: Options) -> str:
     with suppress(Conflict):
         create_provider(name=options["provider"], actor=ACTOR)
     return create_credential(
-        name=options["name"], provider_name=options["provider"], max_nodes=options["max_nodes"], actor=ACTOR
+        name=options["name"],
+        provider_name=options["provider"],
+        max_nodes=options["max_nodes"],
+        allows_models=options["allow_models"],
+        actor=ACTOR,
     )[1]
 
 

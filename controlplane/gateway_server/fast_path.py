@@ -298,6 +298,8 @@ class FastRequest(KnownCycle, Sink):
             probed=lease.probed,
         )
         path.pipeline.records.enter(record, self._take_row)
+        if path.pipeline.recorder.logs_dispatch:
+            path.pipeline.recorder.note_dispatch(record)
         return record
 
     def is_slow(self, now: float) -> bool:

@@ -224,6 +224,8 @@ class _Waiter:
     since: float
     due: float
     sequence: int
+    no_node_at: float
+    """Until when it waits for a node to be there at all; clock.monotonic() seconds."""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -320,7 +322,32 @@ class Dispatcher:
         if self._queue.count_tenant(job.tenant) >= self._limits.max_tenant_queue:
             number = self._limits.max_tenant_queue
             return QueueFull(f"{number} requests of this tenant wait already, which is the most; please retry", retry_after_s=1)
-        return None
+        return self._find_full_provider(candidate.entry.name)
+
+    def _find_full_provider(self, model: str) -> QueueFull | None:
+        terms = self._keeper.terms.get(model, ())
+        if not terms or any(one.max_queue is None or self._count_waiting(one.name) < one.max_queue for one in terms):
+            return None
+        number = max(one.max_queue or 0 for one in terms)
+        return QueueFull(f"{number} requests wait for these nodes already, which is the most; please retry", retry_after_s=1)
+
+    def _count_waiting(self, provider: str) -> int:
+        return sum(
+            number
+            for model, number in self.depths().items()
+            if any(one.name == provider for one in self._keeper.terms.get(model, ()))
+        )
+
+    def _find_waits(self, model: str) -> tuple[float, float]:
+        """Return for how many seconds a request may wait, with a node and without one."""
+        queue_s, no_node_s = self._limits.queue_s, self._limits.no_node_wait_s
+        terms = self._keeper.terms.get(model)
+        if terms is None:
+            return queue_s, no_node_s
+        return (
+            max(queue_s if one.queue_s is None else one.queue_s for one in terms),
+            max(no_node_s if one.no_node_s is None else one.no_node_s for one in terms),
+        )
 
     def _count_ahead(self, job: Job, model: str) -> int:
         before = (math.inf, 0) if job.waiter is None else (job.waiter.due, job.waiter.sequence)
@@ -382,6 +409,14 @@ class Dispatcher:
 
     def depths(self) -> dict[str, int]:
         return self._queue.counts()
+
+    def depths_by_provider(self) -> dict[str, int]:
+        """Return how many requests wait, by provider; one for a model of several providers counts for each of them."""
+        rows = self._keeper.rows.values()
+        models: dict[str, set[str]] = {row.provider: set() for row in rows if row.provider_state != "deleted"}
+        for row in rows:
+            models.get(row.provider, set()).update(row.model_names)
+        return {name: sum(self._queue.count(model) for model in declared) for name, declared in sorted(models.items())}
 
     def acquire(self, job: Job, plan: Plan | None = None) -> Lease | asyncio.Future[Lease]:
         """Return a slot for the job's candidate, or the future of one. Raises QueueFull.
@@ -612,6 +647,7 @@ class Dispatcher:
 
     def _enqueue(self, job: Job, now: float) -> asyncio.Future[Lease]:
         loop, request = asyncio.get_running_loop(), job.request
+        queue_s, no_node_s = self._find_waits(request.model)
         waiter = job.waiter = _Waiter(
             job,
             loop.create_future(),
@@ -621,8 +657,9 @@ class Dispatcher:
             weight=job.weight,
             tier=TIERS[job.priority],
             since=job.accepted,
-            due=min(job.accepted + min(self._limits.queue_s, job.max_wait_s), job.deadline),
+            due=min(job.accepted + min(queue_s, job.max_wait_s), job.deadline),
             sequence=job.sequence,
+            no_node_at=job.accepted + no_node_s,
         )
         waiter.future.add_done_callback(lambda _future: self._remove(waiter))  # by us, or because the client left
         self._queue.add(waiter, now)
@@ -633,8 +670,7 @@ class Dispatcher:
     def _arm(self, waiter: _Waiter) -> None:
         now = clock.monotonic()
         limit = waiter.due
-        no_node_at = waiter.job.accepted + self._limits.no_node_wait_s
-        due = no_node_at if now < no_node_at < limit else limit
+        due = waiter.no_node_at if now < waiter.no_node_at < limit else limit
         delay = max(0.0, due - now)
         waiter.timer = asyncio.get_running_loop().call_later(delay, self._take_timer, waiter, due >= limit)
 

@@ -164,6 +164,7 @@ class Catalogue:
             ModelEntry(
                 name=row.name,
                 allowed=row.allowed,
+                refused=row.refused,
                 owned_by=row.owned_by,
                 max_tokens=row.max_tokens if row.max_tokens is not None else limits.max_tokens_cap,
                 max_prompt_chars=row.max_prompt_chars if row.max_prompt_chars is not None else limits.max_prompt_chars,

@@ -27,6 +27,7 @@ from gateway.errors import (
     GatewayError,
     NoAvailableNode,
     PathNotOffered,
+    QueueFull,
     QueueTimeout,
     RateLimited,
     RecordsUnavailable,
@@ -168,6 +169,9 @@ class Pipeline:
     traces: Traces | None = None
     """None: nothing is traced."""
     is_stopping: bool = False
+    refused: int = 0
+    """Requests that found their queue full since a line of the log said so, and when that was (clock.monotonic())."""
+    refused_told_at: float = float("-inf")
     recorder: Recorder = field(init=False)
     failover: FailoverSlots = field(init=False)
 
@@ -212,6 +216,8 @@ class Pipeline:
                 metrics.COUNTERS.in_flight -= 1
                 call.record = None
             refuse(client, surface, error, request_id, call.extra, call.job.request if call.job is not None else None)
+            if isinstance(error, QueueFull | QueueTimeout | RequeueExhausted):
+                self._log_end_of_wait(call, error)
             raised.__traceback__ = None  # its frames hold the request, and are held by the error: a ring
         finally:
             fields.close()
@@ -230,6 +236,19 @@ class Pipeline:
                 self.settle(call.reservation, call.record)
             if call.trace is not None:
                 call.trace.finish(call.record, ending.error)
+
+    def _log_end_of_wait(self, call: Call, error: GatewayError) -> None:
+        model, now = call.job.request.model if call.job is not None else "", clock.monotonic()
+        if isinstance(error, QueueFull):  # a flood of them has one line in a while
+            self.refused += 1
+            if now >= self.refused_told_at + self.limits.queue_full_log_s:
+                logger.warning("queue.full model=%s waiting=%d refused=%d", model, self.dispatcher.depth, self.refused)
+                self.refused, self.refused_told_at = 0, now
+        elif isinstance(error, QueueTimeout):
+            logger.warning("queue.timeout request=%s model=%s waited_s=%.1f", call.request_id, model, now - call.started)
+        else:
+            losses = call.job.losses if call.job is not None else 0
+            logger.warning("request.exhausted request=%s model=%s losses=%d", call.request_id, model, losses)
 
     async def _answer(self, call: Call, job: Job, record: Record) -> Ending:
         client = call.client
@@ -530,6 +549,8 @@ class Pipeline:
         record.node_name = lease.link.node_name
         record.state = RequestState.ASSIGNED
         self.records.touch(record)
+        if self.recorder.logs_dispatch:
+            self.recorder.note_dispatch(record)
         return lease
 
     async def _wait_for_slot(self, call: Call, job: Job, record: Record, plan: Plan | None = None) -> Lease:

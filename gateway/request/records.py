@@ -40,6 +40,9 @@ from gateway.values import Caller, Decided, InferenceRequest, RequestOutcome, ju
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.contract import OPEN_REQUEST_STATES, RequestState
+from wire.ids import format_id
+
+logger = logging.getLogger("muster.records")
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -167,6 +170,8 @@ class Recorder:
     gateway_id: uuid.UUID
     records: RecordWriter
     _refusals: RateLimiter = field(default_factory=RateLimiter)
+    logs_dispatch: bool = field(default_factory=lambda: logger.isEnabledFor(logging.DEBUG))
+    """Whether the log says of each request which node got it: at the level ``debug``."""
 
     def make_record(self, record_id: uuid.UUID, caller: Caller, request: InferenceRequest, *, asked_model: str = "") -> Record:
         """Return the row of a request, not written yet. ``asked_model``: the client's name for the model, if another."""
@@ -220,6 +225,13 @@ class Recorder:
         record.state = RequestState.QUEUED
         self.records.touch(record)
 
+    def note_dispatch(self, record: Record) -> None:
+        """Say which node got a request, where ``logs_dispatch``."""
+        logger.debug(
+            "request.dispatched request=%s node=%s model=%s attempt=%d queue_ms=%d",
+            format_id("req", record.id), record.node_name, record.model, record.attempts, record.queue_ms or 0,
+        )  # fmt: skip
+
     def note_start(self, record: Record) -> None:
         record.state = RequestState.RUNNING
         # In the turn of the loop that assigned the node, so both are one write.
@@ -228,6 +240,13 @@ class Recorder:
     def note_loss(self, record: Record, node_id: uuid.UUID, *, model: str, reason: str) -> None:
         """Write down that a node failed, and when: the row will name another one."""
         after_ms = max(0, round((clock.now() - record.created_at).total_seconds() * 1000))
+        logger.info(
+            "request.requeued request=%s node=%s model=%s reason=%s",
+            format_id("req", record.id),
+            record.node_name,
+            model,
+            reason,
+        )
         record.lost_attempts += f"{node_id.hex} {model}\t{after_ms}\t{reason}\n"
 
     def is_refused(self, record: Record) -> bool:
@@ -309,9 +328,6 @@ def count_tokens(record: Record, progress: AnswerProgress, usage: TokenCounts | 
         events = max(0, progress.events - 1)
         said = text_chars if text_chars is not None else progress.bytes_out
         record.completion_tokens = events if record.is_streaming else -(-said // bounds.token_chars)
-
-
-logger = logging.getLogger("muster.records")
 
 
 _encoder = msgspec.json.Encoder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from gateway.values import Weights
 from governance.audit import record_event
 from governance.registry import RunOrder
 from nodes.services.availability import read_served_models
+from wire import clock
+
+logger = logging.getLogger("muster.gateway")
 
 # Part by part below one folder: no ``..``, nothing hidden, nothing absolute.
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
@@ -48,10 +52,10 @@ def allow_model(
     advice = "" if model.allowed else "Allow it without, then have it raised."
     require_no_higher_caps(model, given, what="a new model" if created else f"the model {cleaned}", advice=advice)
     if not model.allowed or any(getattr(model, field) != value for field, value in given.items()):
-        model.allowed = True
+        model.allowed, model.refused = True, False
         for field, value in given.items():
             setattr(model, field, value)
-        model.save(update_fields=["allowed", *given, "updated_at"])
+        model.save(update_fields=["allowed", "refused", *given, "updated_at"])
         record_event(actor=actor, action="model.allow", target=cleaned, detail=given)
         publish_hint("models", cleaned)
     return model
@@ -59,11 +63,14 @@ def allow_model(
 
 @transaction.atomic
 def disallow_model(*, name: str, actor: str) -> Model:
-    """Refuse the model to clients from now on; requests under way end normally. Raises ModelNotFound."""
+    """Refuse the model to clients from now on, also where a credential would allow it; requests under way end normally.
+
+    Raises ModelNotFound.
+    """
     model = _get_model(name)
     if model.allowed:
-        model.allowed = False
-        model.save(update_fields=["allowed", "updated_at"])
+        model.allowed, model.refused = False, True
+        model.save(update_fields=["allowed", "refused", "updated_at"])
         record_event(actor=actor, action="model.disallow", target=name)
         publish_hint("models", name)
     return model
@@ -242,15 +249,38 @@ def require_known_models(names: Sequence[str], *, param: str) -> None:
 
 
 def remember_models(*, names: Iterable[str]) -> int:
-    """Note names that a node declares: they can then be allowed with one click. Returns how many are new."""
+    """Note names that a node declares: they can then be allowed with one click. Returns how many are new.
+
+    A node may declare other names every minute, so beyond ``known_models`` none is noted any more.
+    """
     cleaned = {clean_model_name(name) for name in names}
     missing = cleaned - set(Model.objects.filter(name__in=cleaned).values_list("name", flat=True))
+    room = max(0, limits().gateway.known_models - Model.objects.count()) if missing else 0
+    if len(missing) > room:
+        logger.warning("models.too_many_names noted=%d left_out=%d", room, len(missing) - room)
+        missing = set(sorted(missing)[:room])
     if not missing:
         return 0
     with transaction.atomic():
         Model.objects.bulk_create([Model(name=name) for name in sorted(missing)], ignore_conflicts=True)
         publish_hint("models")
     return len(missing)
+
+
+@transaction.atomic
+def allow_declared(names: Mapping[str, str]) -> list[str]:
+    """Allow models that nodes declare whose credential is trusted to bring them, unless an operator refused them.
+
+    ``names``: by model, the name of the credential. Returns what is new; idempotent, and gateways may do it at once.
+    """
+    remember_models(names=names)
+    wanted = Model.objects.select_for_update().filter(name__in=names, allowed=False, refused=False).order_by("name")
+    changed = list(wanted.values_list("name", flat=True))
+    Model.objects.filter(name__in=changed).update(allowed=True, updated_at=clock.now())
+    for name in changed:
+        record_event(actor=f"credential:{names[name]}", action="model.allow", target=name, detail={"declared": True})
+        publish_hint("models", name)
+    return changed
 
 
 def find_model(name: str) -> Model | None:

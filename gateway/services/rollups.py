@@ -606,6 +606,23 @@ def read_top(span: timedelta, dimension: Dimension, *, most: int, order: Order =
         return tuple(Named(name, _read_sums(*row)) for name, *row in cursor.fetchall())
 
 
+OUTCOMES = ("served", "refused", "failed", "cancelled")
+_BY_PROVIDER = f"""
+SELECT p.name, {", ".join(f"sum(r.{one})::bigint" for one in OUTCOMES)} FROM {{table}} AS r
+  JOIN nodes_node AS n ON n.id::text = r.name JOIN nodes_provider AS p ON p.id = n.provider_id
+ WHERE r.dimension = {Dimension.NODE:d} AND r.at >= %s GROUP BY p.name
+"""  # noqa: S608  # constants
+
+
+def read_provider_requests() -> dict[str, dict[str, int]]:
+    """Return what the requests that nodes got within ``provider_span_s`` came to (``OUTCOMES``), by provider; one query."""
+    span = timedelta(seconds=limits().gateway.provider_span_s)
+    level = _choose_table(span, Dimension.NODE)
+    with connection.cursor() as cursor:
+        cursor.execute(_BY_PROVIDER.format(table=level.table), [_align(clock.now() - span, level.step)])
+        return {name: dict(zip(OUTCOMES, counts, strict=True)) for name, *counts in cursor.fetchall()}
+
+
 def _read_sums(*row: int | None) -> Sums:
     *sums, p50, p95 = row if len(row) > len(_COUNTS) + 2 else (*row, None, None)
     return Sums(*(value or 0 for value in sums), *(None if one is None else read_bucket(one) for one in (p50, p95)))

@@ -5,6 +5,7 @@ The shapes under ``/admin`` are those that users of ModelRelay script against: w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from ipaddress import ip_address
@@ -25,6 +26,7 @@ from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
 from gateway.services.errors import KeyNotFound
 from gateway.services.keys import create_api_key, list_api_keys, revoke_api_key
+from gateway.services.rollups import OUTCOMES, read_provider_requests
 from gateway.values import Caller
 from gateway.views.endpoints import find_admin, is_draining, require_admin, send_answer, send_failure
 from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page
@@ -72,6 +74,7 @@ class PublicViews:
         }
         if client.headers.get("authorization") and await find_admin(client) is not None:
             answer["workers"] = [_health_worker(link) for link in runtime.registry]
+            answer["providers"] = await _describe_providers(runtime)
         send_answer(client, 200, answer)
 
     async def index(self, client: ClientConnection) -> None:
@@ -132,6 +135,24 @@ class PublicViews:
         if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
             return None
         return await self.runtime.keys.identify(client.headers, address=client.address)
+
+
+async def _describe_providers(runtime: GatewayRuntime) -> dict[str, dict[str, object]]:
+    """Return of each provider its nodes on this gateway, what waits here, and its requests within a day anywhere."""
+    depths, requests = runtime.dispatcher.depths_by_provider(), await run_in_database(read_provider_requests)
+    links = Counter(link.policy.provider for link in runtime.registry)
+    active = Counter(dict.fromkeys(links, 0))
+    for link in runtime.registry:
+        active[link.policy.provider] += link.active
+    return {
+        provider: {
+            "workers": links[provider],
+            "in_flight": active[provider],
+            "queue_depth": depths.get(provider, 0),
+            "requests": requests.get(provider, dict.fromkeys(OUTCOMES, 0)),
+        }
+        for provider in sorted({*depths, *links})
+    }
 
 
 def _find_meant(path: str) -> str:
@@ -217,9 +238,10 @@ class AdminViews:
         """``GET /admin/stats``."""
         await require_admin(client)
         runtime = self.runtime
-        depth = {"local": runtime.dispatcher.depth}
+        providers = await _describe_providers(runtime)
         answer = {
-            "queue_depth": depth,
+            "queue_depth": {name: one["queue_depth"] for name, one in providers.items()},
+            "providers": providers,
             "queue_depth_by_model": runtime.dispatcher.depths(),
             "active_workers": len(runtime.registry),
             "in_flight": sum(link.active for link in runtime.registry),

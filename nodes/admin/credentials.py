@@ -16,17 +16,25 @@ from django.urls import reverse
 from django.utils.functional import Promise
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
-from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
+from unfold.widgets import (
+    UnfoldAdminIntegerFieldWidget,
+    UnfoldAdminSelectWidget,
+    UnfoldAdminTextInputWidget,
+    UnfoldBooleanSwitchWidget,
+)
 
 from core.admin_pages import Created, CreatingAdmin, NextStep, RowChange, Values, column
+from core.limits import limits
 from nodes.models import Node, NodeCredential, Provider, ProviderState
 from nodes.services.credentials import (
+    change_provider_terms,
     create_credential,
     create_provider,
     delete_provider,
     disable_provider,
     enable_provider,
     revoke_credential,
+    trust_models,
 )
 
 
@@ -42,12 +50,21 @@ class CredentialForm(forms.Form):
     max_nodes = forms.IntegerField(
         min_value=1, initial=1, widget=UnfoldAdminIntegerFieldWidget, help_text=gettext_lazy("How many nodes may enrol with it")
     )
+    allows_models = forms.BooleanField(
+        required=False,
+        label=gettext_lazy("Allow its models"),
+        widget=UnfoldBooleanSwitchWidget,
+        help_text=gettext_lazy("Clients may use what its nodes declare without another click. For people whom you trust"),
+    )
     node = forms.ModelChoiceField(
         queryset=Node.objects.all(),
         required=False,
         widget=UnfoldAdminSelectWidget,
         help_text=gettext_lazy("Bind it to one known node, to replace that node's credential. Empty = nodes enrol with it"),
     )
+
+
+_ALLOW_MODELS = gettext_lazy("Allow its models: clients may use only those that are allowed")
 
 
 def _describe_use(credential: NodeCredential, text: str) -> tuple[NextStep, ...]:
@@ -66,9 +83,7 @@ def _describe_use(credential: NodeCredential, text: str) -> tuple[NextStep, ...]
     return (
         NextStep(start_text, start),
         NextStep(_("Wait until the node is in the list, a few seconds"), url=reverse("admin:nodes_node_changelist")),
-        NextStep(
-            _("Allow its models: clients may use only those that are allowed"), url=reverse("admin:gateway_model_changelist")
-        ),
+        *([] if credential.allows_models else [NextStep(_ALLOW_MODELS, url=reverse("admin:gateway_model_changelist"))]),
         NextStep(
             _(
                 "If loads are to be approved by several people: let the node trust the policy, with the words of the page "
@@ -84,19 +99,47 @@ def _revoke(credential: NodeCredential, actor: str, values: Values) -> str:
     return _("Revoked the node credential %(name)s.") % {"name": credential.name}
 
 
+def _trust(credential: NodeCredential, actor: str, values: Values) -> str:
+    trust_models(credential_id=credential.pk, trusts=True, actor=actor)
+    return _("Clients may use what the nodes of %(name)s declare.") % {"name": credential.name}
+
+
+def _distrust(credential: NodeCredential, actor: str, values: Values) -> str:
+    trust_models(credential_id=credential.pk, trusts=False, actor=actor)
+    return _("Each further model of the nodes of %(name)s waits for an operator.") % {"name": credential.name}
+
+
 @admin.register(NodeCredential)
 class NodeCredentialAdmin(CreatingAdmin):
     list_display = ("name", "show_prefix", "provider", "node", "max_nodes", "show_state", "last_used_at", "show_changes")
     list_filter = ("provider",)
     list_select_related = ("provider", "node")
     search_fields = ("name", "keyid")
-    fields = ("name", "show_prefix", "provider", "node", "max_nodes", "created_at", "last_used_at", "revoked_at")
+    fields = (
+        *("name", "show_prefix", "provider", "node", "max_nodes", "allows_models", "created_at", "last_used_at", "revoked_at"),
+    )
     readonly_fields = fields
     empty_words = gettext_lazy("A node shows its credential when it connects. Create one, then start the node with it.")
     create_form = CredentialForm
     create_title = gettext_lazy("New node credential")
     create_explanation = gettext_lazy("A node shows it when it connects. It is shown here once.")
     row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="trust",
+            label=gettext_lazy("Allow its models"),
+            explanation=gettext_lazy(
+                "Clients may use what its nodes declare, now and later, but for models that an operator refused."
+            ),
+            run=_trust,
+            is_offered=lambda credential: credential.revoked_at is None and not credential.allows_models,
+        ),
+        RowChange(
+            name="distrust",
+            label=gettext_lazy("Stop allowing its models"),
+            explanation=gettext_lazy("What is allowed stays allowed. Each further model waits for an operator."),
+            run=_distrust,
+            is_offered=lambda credential: credential.revoked_at is None and credential.allows_models,
+        ),
         RowChange(
             name="revoke",
             label=gettext_lazy("Revoke"),
@@ -113,6 +156,7 @@ class NodeCredentialAdmin(CreatingAdmin):
             provider_name=values["provider"].name,
             max_nodes=values["max_nodes"],
             node_id=values["node"].pk if values["node"] else None,
+            allows_models=values["allows_models"],
             actor=actor,
         )
         return Created(row=credential, secret=text, steps=_describe_use(credential, text))
@@ -132,6 +176,50 @@ class ProviderForm(forms.Form):
     )
 
 
+TERMS = ("max_queue", "queue_s", "no_node_s", "max_models")
+
+
+class ProviderTermsForm(forms.Form):
+    """How requests wait for the models of a provider, and what its nodes may declare."""
+
+    max_queue = forms.IntegerField(
+        required=False,
+        min_value=1,
+        label=gettext_lazy("Longest queue"),
+        widget=UnfoldAdminIntegerFieldWidget,
+        help_text=gettext_lazy(
+            "How many requests may wait for all its models together. Empty: as many as each model lets wait."
+        ),
+    )
+    queue_s = forms.IntegerField(
+        required=False,
+        min_value=1,
+        label=gettext_lazy("Longest wait in seconds"),
+        widget=UnfoldAdminIntegerFieldWidget,
+        help_text=gettext_lazy("For a slot on one of its nodes. Empty: the installation's default."),
+    )
+    no_node_s = forms.IntegerField(
+        required=False,
+        min_value=0,
+        label=gettext_lazy("Longest wait without a node, in seconds"),
+        widget=UnfoldAdminIntegerFieldWidget,
+        help_text=gettext_lazy("While none of its nodes is there. Empty: the installation's default."),
+    )
+    max_models = forms.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=limits().nodes.max_models,
+        label=gettext_lazy("Models of a node"),
+        widget=UnfoldAdminIntegerFieldWidget,
+        help_text=gettext_lazy("How many one of its nodes may declare; further ones are dropped when it registers."),
+    )
+
+
+def _change_terms(provider: Provider, actor: str, values: Values) -> str:
+    change_provider_terms(name=provider.name, actor=actor, **{name: values[name] for name in TERMS})
+    return _("Changed the limits of %(provider)s.") % {"provider": provider.name}
+
+
 def _change_provider(service: Callable[..., object], outcome: str | Promise) -> Callable[[Provider, str, Values], str]:
     def run(provider: Provider, actor: str, _values: Values) -> str:
         service(name=provider.name, actor=actor)
@@ -145,7 +233,7 @@ class ProviderAdmin(CreatingAdmin):
     list_display = ("name", "show_state", "show_nodes", "show_credentials", "created_at", "show_changes")
     list_filter = ("state",)
     search_fields = ("name",)
-    fields = ("name", "show_state", "created_at", "updated_at")
+    fields = ("name", "show_state", *TERMS, "created_at", "updated_at")
     readonly_fields = fields
     empty_words = gettext_lazy(
         "A provider is a group of nodes that are switched on and off together. Every credential belongs to one."
@@ -153,6 +241,18 @@ class ProviderAdmin(CreatingAdmin):
     create_form = ProviderForm
     create_title = gettext_lazy("New provider")
     row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="terms",
+            label=gettext_lazy("Change limits"),
+            explanation=gettext_lazy(
+                "Takes effect within seconds, for requests that arrive from then on. Of a model that several providers have, "
+                "the most patient one counts."
+            ),
+            run=_change_terms,
+            form=ProviderTermsForm,
+            is_offered=lambda provider: provider.state != ProviderState.DELETED,
+            read_initial=lambda provider: {name: getattr(provider, name) for name in TERMS},
+        ),
         RowChange(
             name="disable",
             label=gettext_lazy("Disable"),

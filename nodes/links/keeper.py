@@ -21,7 +21,16 @@ from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.states import Availability, DrainCount, Health, NodeFacts, NodeRow, freshness_windows, judge_availability
+from nodes.states import (
+    Availability,
+    DrainCount,
+    Health,
+    NodeFacts,
+    NodeRow,
+    ProviderTerms,
+    freshness_windows,
+    judge_availability,
+)
 from wire import bridge, clock
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import format_id
@@ -46,6 +55,10 @@ class LinkKeeper:
         self.rows: dict[uuid.UUID, NodeRow] = {}
         self.known_models: frozenset[str] = frozenset()
         self.disabled_models: frozenset[str] = frozenset()
+        self.terms: dict[str, tuple[ProviderTerms, ...]] = {}
+        """Of the providers of a model, where one of them has terms of its own."""
+        self.trusted_models: dict[str, str] = {}
+        """Models that a credential allows, and its name."""
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
         """Which are alive, whether they can be asked for their nodes or not: a node may be on one of their sockets."""
         self._connect_s = connect_s
@@ -210,6 +223,13 @@ class LinkKeeper:
         self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
         open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
         self.disabled_models = self.known_models - open_to
+        special = {name for row in self.rows.values() if row.terms.is_special for name in row.model_names}
+        terms: dict[str, dict[str, ProviderTerms]] = {name: {} for name in special}
+        for row in self.rows.values() if special else ():
+            for name in special.intersection(row.model_names):
+                terms[name][row.terms.name] = row.terms
+        self.terms = {name: tuple(found.values()) for name, found in terms.items()}
+        self.trusted_models = {name: row.allowed_by for row in self.rows.values() if row.allowed_by for name in row.model_names}
 
     def _is_blind(self, now: float) -> bool:
         # The silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there.
@@ -367,7 +387,7 @@ class LinkKeeper:
 
 
 def _list_offer(row: NodeRow | None) -> tuple[object, ...]:
-    return (row.model_names, row.provider_state) if row is not None else ()
+    return (row.model_names, row.provider_state, row.terms, row.allowed_by) if row is not None else ()
 
 
 class FleetGauges(Collector):

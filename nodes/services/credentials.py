@@ -34,11 +34,18 @@ logger = logging.getLogger("muster.nodes")
 
 @transaction.atomic
 def create_credential(
-    *, name: str, provider_name: str, max_nodes: int = 1, node_id: uuid.UUID | None = None, actor: str
+    *,
+    name: str,
+    provider_name: str,
+    actor: str,
+    max_nodes: int = 1,
+    node_id: uuid.UUID | None = None,
+    allows_models: bool = False,
 ) -> tuple[NodeCredential, str]:
     """Create a credential and return it with its text, which exists nowhere else and is shown once.
 
-    With ``node_id`` it speaks for that node alone; without, up to ``max_nodes`` nodes may enrol with it.
+    With ``node_id`` it speaks for that node alone; without, up to ``max_nodes`` nodes may enrol with it. ``allows_models``:
+    clients may use what its nodes declare.
     Raises BadRequest, ProviderNotFound, NodeNotFound.
     """
     cleaned = name.strip()
@@ -68,8 +75,11 @@ def create_credential(
         provider=provider,
         node=node,
         max_nodes=max_nodes,
+        allows_models=allows_models,
     )
-    detail = {"keyid": minted.keyid, "provider": provider.name, "max_nodes": max_nodes}
+    detail: dict[str, object] = {"keyid": minted.keyid, "provider": provider.name, "max_nodes": max_nodes}
+    if allows_models:
+        detail["allows_models"] = True
     record_event(actor=actor, action="node_credential.create", target=cleaned, detail=detail)
     return credential, minted.text
 
@@ -91,6 +101,26 @@ def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
     if changed:
         record_event(actor=actor, action="node_credential.revoke", target=credential.name, detail={"keyid": credential.keyid})
         publish_hint("nodes", credential.keyid)
+    return credential
+
+
+@transaction.atomic
+def trust_models(*, credential_id: int, trusts: bool, actor: str) -> NodeCredential:
+    """Have what the nodes of a credential declare allowed by itself, or no longer; what is allowed stays so.
+
+    Raises CredentialNotFound.
+    """
+    now = clock.now()
+    credential = NodeCredential.objects.select_for_update().filter(pk=credential_id).first()
+    if credential is None:
+        raise CredentialNotFound(f"There is no node credential {credential_id}.", param="credential_id")
+    if credential.allows_models != trusts:
+        credential.allows_models = trusts
+        credential.save(update_fields=["allows_models", "updated_at"])
+        credential.nodes.update(updated_at=now)  # gateways read a node again when its row changed
+        detail = {"keyid": credential.keyid, "allows_models": trusts}
+        record_event(actor=actor, action="node_credential.trust_models", target=credential.name, detail=detail)
+        publish_hint("providers", credential.keyid)
     return credential
 
 
@@ -305,6 +335,42 @@ def delete_provider(*, name: str, actor: str) -> Provider:
     provider = Provider.objects.get(name=name)
     revoked = NodeCredential.objects.filter(provider=provider, revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
     _record(provider, "provider.delete", actor, revoked_credentials=revoked)
+    return provider
+
+
+@transaction.atomic
+def change_provider_terms(
+    *,
+    name: str,
+    max_queue: int | None,
+    queue_s: int | None,
+    no_node_s: int | None,
+    max_models: int | None,
+    actor: str,
+) -> Provider:
+    """Set how long, and how many, requests wait for a provider's models, and how many models a node of it may declare.
+
+    None = as everywhere. Of a model that several providers have, the most patient one counts, and its queue is full when all
+    of theirs are. Raises BadRequest, ProviderNotFound.
+    """
+    most = limits().nodes
+    for param, value, least, bound in (
+        ("max_queue", max_queue, 1, most.report_integer), ("queue_s", queue_s, 1, most.provider_wait_s),
+        ("no_node_s", no_node_s, 0, most.provider_wait_s), ("max_models", max_models, 1, most.max_models),
+    ):  # fmt: skip
+        if value is not None and not least <= value <= bound:
+            raise BadRequest(f"{param} must be between {least} and {bound:g}.", param=param)
+    provider = Provider.objects.select_for_update().filter(name=name).exclude(state=ProviderState.DELETED).first()
+    if provider is None:
+        raise ProviderNotFound(f"There is no provider {name!r}.", param="name")
+    after = {"max_queue": max_queue, "queue_s": queue_s, "no_node_s": no_node_s, "max_models": max_models}
+    before = {field: getattr(provider, field) for field in after}
+    if after != before:
+        for field, value in after.items():
+            setattr(provider, field, value)
+        provider.save(update_fields=[*after, "updated_at"])
+        record_event(actor=actor, action="provider.terms", target=name, detail={"from": before, "to": after})
+        publish_hint("providers", name)
     return provider
 
 

@@ -10,10 +10,11 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 from django.db import DataError, connection, transaction
-from django.db.models import BigIntegerField, Q, QuerySet
+from django.db.models import BigIntegerField, Case, CharField, F, Q, QuerySet, Value, When
 from django.db.models.expressions import RawSQL
 from django.db.models.functions import Now
 
@@ -36,7 +37,7 @@ from nodes.services.availability import explain_unreachable
 from nodes.services.governance import take_registered
 from nodes.services.tickets import UNCHECKED
 from nodes.session import Registered
-from nodes.states import Figures, NodeRow
+from nodes.states import Figures, NodeRow, ProviderTerms
 from wire import bridge, clock
 from wire.contract import NodeStatus
 from wire.ids import new_uuid7
@@ -528,7 +529,9 @@ def load_node_rows() -> list[NodeRow]:
 
 
 def _select_nodes() -> QuerySet[Node]:
-    return with_clock(Node.objects.select_related("provider", "presence"))
+    trusted = When(credential__allows_models=True, credential__revoked_at=None, then=F("credential__name"))
+    allowed_by = Case(trusted, default=Value(""), output_field=CharField())
+    return with_clock(Node.objects.select_related("provider", "presence").annotate(allowed_by=allowed_by))
 
 
 _SAME_COLUMNS = (
@@ -538,9 +541,9 @@ _SAME_COLUMNS = (
 _SAME_PRESENCE_COLUMNS = ("protocol", "reported_status", "is_accepting_jobs", "active_requests", "connected", "gateway_id")
 
 
-def _read_row(node: Node) -> NodeRow:
+def _read_row(node: Any) -> NodeRow:  # Any: a node with annotations
     now = clock_of(node)
-    since, presence = clock.monotonic() - now.timestamp(), presence_of(node)
+    since, presence, provider = clock.monotonic() - now.timestamp(), presence_of(node), node.provider
     seen, deadline = presence.last_heartbeat_at, node.drain_deadline_at
     is_direct = node.reach == Reach.DIRECT.value and bool(node.public_base_url)
     replicas = read_replicas(presence.replicas)
@@ -548,8 +551,8 @@ def _read_row(node: Node) -> NodeRow:
         **{name: getattr(node, name) for name in _SAME_COLUMNS},
         **{name: getattr(presence, name) for name in _SAME_PRESENCE_COLUMNS},
         node_id=node.pk,
-        provider=node.provider.name,
-        provider_state=node.provider.state,
+        provider=provider.name,
+        provider_state=provider.state,
         is_direct=is_direct,
         model_names=tuple(node.model_names),
         drain_deadline_at=since + deadline.timestamp() if deadline is not None else None,
@@ -564,6 +567,8 @@ def _read_row(node: Node) -> NodeRow:
         gpus=tuple(read_stored(presence.gpus, list[bridge.GpuInfo]) or ()) if is_direct else (),
         silence_before_s=silence_before_s(presence),
         excluded=frozenset(node.excluded_models),
+        terms=ProviderTerms(provider.name, provider.max_queue, provider.queue_s, provider.no_node_s),
+        allowed_by=node.allowed_by,
     )
 
 

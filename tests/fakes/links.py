@@ -20,7 +20,7 @@ from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.links.relay import RelayLink
 from nodes.models import NodeCredential
 from nodes.session import OpenRequest
-from nodes.states import NodeRow
+from nodes.states import NodeRow, ProviderTerms
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import make_credential
 from tests.fakes.waiting import DEADLINE_S, eventually
@@ -157,7 +157,8 @@ def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
         "draining": False, "drain_reason": "", "drain_deadline_at": None, "draining_since": None, "epoch": 1, "instance_id": "",
         "heard_at": clock.monotonic() - 1.0, "reported_status": "available", "is_accepting_jobs": True, "active_requests": 0,
         "connected": True, "gateway_id": None, "unreachable": "", "endpoints": {}, "protocol": "", "contexts": {},
-        "engines": {}, "agent_session": None, "excluded": frozenset(), "gpus": (),
+        "engines": {}, "agent_session": None, "excluded": frozenset(), "gpus": (), "terms": ProviderTerms("local"),
+        "allowed_by": "",
     }  # fmt: skip
     for name, moment, sign in (("heartbeat_age_s", "heard_at", -1), ("drain_remaining_s", "drain_deadline_at", 1)):
         if isinstance(seconds := changes.pop(name, None), float):

@@ -12,6 +12,7 @@ import redis
 from django.db import connection
 
 from core.db.threads import run_upkeep
+from gateway.services.rollups import OUTCOMES
 from governance.admin_tokens import create_admin_token
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet
@@ -166,6 +167,10 @@ async def test_the_admin_api_makes_lists_and_ends_keys_and_refuses_everyone_else
     assert {**shown, "is_draining": False}.items() <= worker.items()
     stats = read(await fleet.call("/admin/stats", method="GET", **admin))
     assert (stats["queue_depth"], stats["active_workers"], stats["in_flight"]) == ({"local": 0}, 1, 1)
+    local = {"workers": 1, "in_flight": 1, "queue_depth": 0, "requests": dict.fromkeys(OUTCOMES, 0)}
+    assert stats["providers"] == {"local": local}
+    assert read(await fleet.call("/health", method="GET", **admin))["providers"] == {"local": local}
+    assert "providers" not in read(await fleet.call("/health", method="GET", key=""))
     made = await fleet.call("/admin/keys", b'{"name": "new", "tenant": "acme", "priority": "low"}', **admin)
     row = read(made)
     assert (made.status, row["name"], row["revoked"], row["last_used_at"]) == (201, "new", False, None)

@@ -16,10 +16,20 @@ from django.test.utils import CaptureQueriesContext
 from gateway.models import RequestDay, RequestHour, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery, UsageEvent
 from gateway.services import rollups
 from gateway.services.models import allow_model
-from gateway.services.rollups import Metric, Order, Quantiles, read_comparison, read_series, read_top, roll_up_requests
+from gateway.services.rollups import (
+    OUTCOMES,
+    Metric,
+    Order,
+    Quantiles,
+    read_comparison,
+    read_provider_requests,
+    read_series,
+    read_top,
+    roll_up_requests,
+)
 from gateway.values import Dimension, RequestOutcome, judge_outcome
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, make_event, make_record
+from tests.fakes.nodes import ACTOR, make_credential, make_event, make_node, make_record
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -216,6 +226,19 @@ def test_the_first_names_are_those_with_most_of_what_is_asked_for(known: None, s
     assert read_top(span, Dimension.TENANT, most=1, order=Order.COST)[0].name == "dear"
     assert read_top(span, Dimension.TENANT, most=1, order=Order.FAILED)[0].sums.failed_percent == 100
     assert read_top(span, Dimension.TENANT_MODEL, most=1)[0].name == "busy\nm"
+
+
+def test_requests_are_counted_by_the_provider_of_their_node() -> None:
+    nodes = [make_node("a"), make_node("b", credential=make_credential("b", provider="lab")[0])]
+    for node, state, times in ((nodes[0], "completed", 2), (nodes[1], "completed", 3), (nodes[1], "failed", 1)):
+        for _ in range(times):
+            add(node_id=node.pk, state=state, status_code=200 if state == "completed" else 502)
+    add(node_id=OTHER_NODE)  # it was removed since
+    add(node_id=nodes[0].pk, ago_s=100_000)
+    while roll_up_requests():
+        pass
+    none = dict.fromkeys(OUTCOMES, 0)
+    assert read_provider_requests() == {"local": {**none, "served": 2}, "lab": {**none, "served": 3, "failed": 1}}
 
 
 def test_names_that_clients_make_up_share_one_row(known: None) -> None:

@@ -24,6 +24,7 @@ from gateway.request.models import Catalogue
 from gateway.services.errors import InvalidValue, KeyRevoked, ModelNotFound, NameTaken, TenantNotFound
 from gateway.services.keys import change_key_limits, create_api_key, revoke_api_key
 from gateway.services.models import (
+    allow_declared,
     allow_model,
     change_model_canary,
     change_model_weights,
@@ -128,6 +129,31 @@ def test_a_model_is_allowed_and_disallowed() -> None:
     assert Model.objects.get().max_tokens == 100
     with pytest.raises(ModelNotFound):
         disallow_model(name="other", actor=ACTOR)
+
+
+def test_what_a_trusted_credential_declares_is_allowed_once_and_never_against_an_operator() -> None:
+    remember_models(names=["seen"])
+    allow_model(name="taken-back", actor=ACTOR)
+    disallow_model(name="taken-back", actor=ACTOR)
+    declared = dict.fromkeys(("seen", "new", "taken-back"), "rigs")
+    assert allow_declared(declared) == ["new", "seen"]
+    assert allow_declared(declared) == []
+    assert [is_model_allowed(name) for name in declared] == [True, True, False]
+    assert [(event.actor, event.target) for event in audited("model.allow")[-2:]] == [
+        ("credential:rigs", "new"), ("credential:rigs", "seen"),
+    ]  # fmt: skip
+    allow_model(name="taken-back", actor=ACTOR)
+    disallow_model(name="seen", actor=ACTOR)
+    assert allow_declared(declared) == []
+
+
+def test_names_that_nodes_make_up_do_not_fill_the_list(caplog: pytest.LogCaptureFixture) -> None:
+    set_limits(gateway={"known_models": 3})
+    allow_model(name="tiny", actor=ACTOR)
+    assert remember_models(names=["a", "b", "c", "tiny"]) == 2
+    assert remember_models(names=["d"]) == 0
+    assert set(Model.objects.values_list("name", flat=True)) == {"tiny", "a", "b"}
+    assert "models.too_many_names noted=0 left_out=1" in caplog.text
 
 
 @pytest.mark.parametrize(

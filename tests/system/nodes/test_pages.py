@@ -76,6 +76,10 @@ def page(client: Client, name: str, *arguments: object) -> str:
     return response.content.decode()
 
 
+def page_at(client: Client, url: str) -> str:
+    return client.get(url).content.decode()
+
+
 def confirm_url(kind: str, row: Node | Provider | NodeCredential, change: str) -> str:
     """Return the address of a confirm page."""
     return reverse(f"admin:nodes_{kind}_confirm", args=[row.pk, change])
@@ -320,6 +324,11 @@ def test_a_provider_is_made_switched_off_on_and_deleted(boss: Client) -> None:
     assert "Created berlin" in submit(boss, reverse("admin:nodes_provider_add"), name="berlin")
     assert "exists already" in submit(boss, reverse("admin:nodes_provider_add"), name="berlin")
     provider = Provider.objects.get()
+    url = confirm_url("provider", provider, "terms")
+    assert "Changed the limits of berlin" in submit(boss, url, max_queue="7", no_node_s="30", queue_s="", max_models="")
+    provider.refresh_from_db()
+    assert (provider.max_queue, provider.queue_s, provider.no_node_s, provider.max_models) == (7, None, 30, None)
+    assert 'value="7"' in page_at(boss, url)
     for change, state in (("disable", "disabled"), ("enable", "enabled"), ("delete", "deleted")):
         submit(boss, confirm_url("provider", provider, change))
         provider.refresh_from_db()

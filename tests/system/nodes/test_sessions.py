@@ -24,6 +24,7 @@ from nodes import errors
 from nodes.models import Node, NodeCredential, NodeOpKey, NodePresence, ProviderState, Reach
 from nodes.services import sessions
 from nodes.services.credentials import (
+    change_provider_terms,
     create_credential,
     create_provider,
     delete_provider,
@@ -31,6 +32,7 @@ from nodes.services.credentials import (
     enable_provider,
     find_credential,
     revoke_credential,
+    trust_models,
 )
 from nodes.services.drains import (
     cordon_node,
@@ -43,8 +45,9 @@ from nodes.services.drains import (
     write_drain_counts,
 )
 from nodes.services.nodes import claim_node
+from nodes.services.sessions import KnownNodes, load_node_rows
 from nodes.session import Registered
-from nodes.states import DrainCount, Figures
+from nodes.states import DrainCount, Figures, ProviderTerms
 from tests.fakes.nodes import (
     ACTOR,
     audited,
@@ -123,6 +126,45 @@ def test_a_revoked_credential_is_not_found_opens_nothing_and_revoking_twice_reco
     assert Node.objects.count() == 0
     with pytest.raises(errors.CredentialNotFound):
         revoke_credential(credential_id=0, actor=ACTOR)
+
+
+def test_a_credential_may_allow_what_its_nodes_declare_and_gateways_hear_of_it() -> None:
+    credential, _ = make_credential(allows_models=True)
+    make_node(credential=credential)
+    plain, _ = make_credential("plain")
+    make_node("other", credential=plain)
+    assert {row.name: row.allowed_by for row in load_node_rows()} == {"box": "box", "other": ""}
+    known = KnownNodes(uuid.uuid4())
+    known.refresh()
+    for _ in range(2):
+        trust_models(credential_id=plain.pk, trusts=True, actor=ACTOR)
+    known.refresh()
+    assert {row.name: row.allowed_by for row in known.rows.values()} == {"box": "box", "other": "plain"}
+    assert len(audited("node_credential.trust_models")) == 1
+    revoke_credential(credential_id=plain.pk, actor=ACTOR)
+    assert {row.name: row.allowed_by for row in load_node_rows()}["other"] == ""
+    with pytest.raises(errors.CredentialNotFound):
+        trust_models(credential_id=0, trusts=True, actor=ACTOR)
+
+
+TERMS: dict[str, Any] = {"max_queue": 5, "queue_s": 60, "no_node_s": 30, "max_models": 2}
+
+
+def test_the_terms_of_a_provider_reach_gateways_and_what_makes_no_sense_is_named() -> None:
+    make_node()
+    known = KnownNodes(uuid.uuid4())
+    known.refresh()
+    for _ in range(2):
+        change_provider_terms(name="local", **TERMS, actor=ACTOR)
+    known.refresh()
+    assert [row.terms for row in known.rows.values()] == [ProviderTerms("local", 5, 60, 30)]
+    assert len(audited("provider.terms")) == 1
+    for wrong in ({"max_queue": 0}, {"queue_s": 0}, {"queue_s": 3_601}, {"no_node_s": -1}, {"max_models": 257}):
+        with pytest.raises(errors.BadRequest) as caught:
+            change_provider_terms(name="local", **{**TERMS, **wrong}, actor=ACTOR)
+        assert caught.value.param == next(iter(wrong))
+    with pytest.raises(errors.ProviderNotFound):
+        change_provider_terms(name="nowhere", **TERMS, actor=ACTOR)
 
 
 def test_a_provider_is_switched_off_and_on_and_one_that_comes_back_revives_no_credential() -> None:

@@ -23,7 +23,7 @@ from nodes.channel import OwnerWish, presence_reports
 from nodes.links import EndKind
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
-from nodes.services.credentials import disable_provider, find_credentials, revoke_credential
+from nodes.services.credentials import change_provider_terms, disable_provider, find_credentials, revoke_credential
 from nodes.services.drains import cordon_node, set_mode
 from nodes.services.sessions import load_node_rows, write_presences
 from nodes.session import ModeRequested
@@ -221,6 +221,29 @@ async def test_a_worker_is_answered_with_the_version_that_it_names_and_one_that_
     async with dial(Door(), secret) as socket:
         socket.say(bridge.Register(worker_name="rig", models=["m"], protocol_version="1"))
         await socket.acknowledged()
+
+
+async def test_a_provider_bounds_the_models_that_a_node_may_declare() -> None:
+    _, secret = await enrol()
+    await sync_to_async(change_provider_terms)(
+        name="local", max_queue=None, queue_s=None, no_node_s=None, max_models=2, actor=ACTOR
+    )
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(bridge.Register(worker_name="rig", models=["a", "b", "c"]))
+        ack = await socket.acknowledged()
+        assert (ack.models, ack.warnings) == (["a", "b"], ["model list truncated to 2 entries"])
+        socket.say(bridge.ModelsUpdate(models=["c", "d", "e"], current_load=0))
+        await eventually(lambda: door.links[0].models == {"c", "d"}, pause_s=0.001)
+
+
+async def test_wrong_secrets_have_one_line_in_the_log_for_each_address(caplog: pytest.LogCaptureFixture) -> None:
+    door = Door()
+    for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2"):
+        async with dial(door, mint_credential(CredentialKind.WORKER).text, address=address) as socket:
+            await socket.closed()
+    lines = [record.message for record in caplog.records if record.message.startswith("worker.wrong_secret")]
+    assert lines == ["worker.wrong_secret address=10.0.0.1", "worker.wrong_secret address=10.0.0.2"]
 
 
 async def test_a_newer_session_of_a_box_replaces_the_older_and_a_second_box_is_told() -> None:

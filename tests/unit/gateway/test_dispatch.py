@@ -28,11 +28,12 @@ from nodes.links import LinkRegistry
 from nodes.links.ejections import Ejection, Fault
 from nodes.links.http import END_HEADER
 from nodes.links.keeper import LinkKeeper
-from nodes.states import POOL_RESPONSES
+from nodes.states import POOL_RESPONSES, ProviderTerms
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, make_row
 from tests.fakes.pipeline import make_job
+from tests.fakes.virtual_loop import VirtualLoop
 from tests.fakes.waiting import turns
 from wire import clock
 
@@ -95,7 +96,7 @@ async def settle() -> None:
 
 async def fails(future: asyncio.Future[Lease]) -> errors.GatewayError:
     """Return the error a wait ends with."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         with pytest.raises(errors.GatewayError) as caught:
             await future
     return caught.value
@@ -150,6 +151,54 @@ async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> 
     assert isinstance(again, asyncio.Future)
     lease.release()
     assert (again.done(), second.done(), third.done()) == (True, False, False)
+
+
+def terms_of(floor: Floor, *terms: ProviderTerms, model: str = "m") -> None:
+    """Have the nodes of these providers declare a model."""
+    rows = [make_row(uuid.uuid4(), provider=one.name, terms=one, model_names=(model, f"{model}-too")) for one in terms]
+    floor.keeper.apply(rows, targets={}, peers={})
+
+
+async def test_a_provider_has_a_bound_over_all_its_models_and_where_another_has_them_too_both_must_be_full() -> None:
+    floor = Floor()
+    floor.link("m", "m-too", "else")
+    floor.take("else")
+    terms_of(floor, ProviderTerms("lab", max_queue=2))
+    floor.queue("m"), floor.queue("m-too"), floor.queue("else")
+    with pytest.raises(errors.QueueFull, match="2 requests wait for these nodes"):
+        floor.queue("m")
+    assert isinstance(floor.plan("m").refusal, errors.QueueFull)
+    assert floor.plan("else").refusal is None
+    assert floor.dispatcher.depths_by_provider() == {"lab": 2}
+    terms_of(floor, ProviderTerms("lab", max_queue=2), ProviderTerms("other"))
+    assert floor.plan("m").refusal is None
+    terms_of(floor, ProviderTerms("lab", max_queue=2), ProviderTerms("other", max_queue=3))
+    floor.queue("m")
+    assert isinstance(floor.plan("m").refusal, errors.QueueFull)
+
+
+def test_a_provider_says_how_long_requests_wait_for_a_slot_and_for_a_node_and_the_most_patient_one_counts() -> None:
+    async def wait() -> None:
+        floor, loop = Floor(replace(SHORT, queue_s=30.0, no_node_wait_s=9.0, request_s=600.0)), asyncio.get_running_loop()
+        for terms, no_node_s, queue_s in (
+            ([ProviderTerms("a", queue_s=5, no_node_s=2)], 2.0, 5.0),
+            ([ProviderTerms("a", queue_s=5, no_node_s=2), ProviderTerms("b")], 9.0, 30.0),
+            ([ProviderTerms("a", queue_s=90), ProviderTerms("b", no_node_s=30)], 30.0, 90.0),
+        ):
+            terms_of(floor, *terms)
+            began = loop.time()
+            assert type(await fails(floor.queue())) is errors.NoAvailableNode
+            assert loop.time() - began == pytest.approx(no_node_s, abs=0.01)
+            link, began = floor.link(), loop.time()
+            link.last_seen = math.inf  # it is heard all the time
+            lease = floor.take()
+            assert type(await fails(floor.queue())) is errors.QueueTimeout
+            assert loop.time() - began == pytest.approx(queue_s, abs=0.01)
+            lease.release()
+            floor.registry.remove(link)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(wait())
 
 
 async def test_a_request_whose_node_was_lost_waits_no_longer_than_it_would_have_at_first() -> None:

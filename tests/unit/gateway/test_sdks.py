@@ -242,7 +242,8 @@ EXPECTED = {
     400: ("invalid_request_error", "invalid_request_error"), 401: ("authentication_error", "authentication_error"),
     403: ("invalid_request_error", "permission_error"), 404: ("not_found_error", "not_found_error"),
     405: ("invalid_request_error", "invalid_request_error"), 413: ("invalid_request_error", "request_too_large"),
-    415: ("invalid_request_error", "invalid_request_error"), 429: ("rate_limit_error", "rate_limit_error"),
+    415: ("invalid_request_error", "invalid_request_error"), 426: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
     500: ("server_error", "api_error"), 502: ("server_error", "api_error"), 503: ("server_error", "overloaded_error"),
     504: ("server_error", "timeout_error"), 529: ("server_error", "overloaded_error"),
 }  # fmt: skip
