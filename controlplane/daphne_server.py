@@ -24,13 +24,15 @@ from daphne.server import Server, reactor, twisted_loop  # installs the asyncio 
 from autobahn.websocket.types import ConnectionDeny
 from daphne.http_protocol import HTTPFactory, WebRequest
 from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol
+from OpenSSL import SSL
 from twisted.internet import defer
-from twisted.internet.endpoints import serverFromString
-from twisted.internet.interfaces import IPushProducer
+from twisted.internet.endpoints import SSL4ServerEndpoint, TCP4ServerEndpoint
+from twisted.internet.interfaces import IOpenSSLContextFactory, IPushProducer
 from twisted.logger import ILogObserver, LogEvent, globalLogBeginner
 from twisted.web.http import HTTPChannel
 from zope.interface import implementer, provider
 
+from controlplane.tls import CertificateError, Pair, ServedCertificate
 from core.limits import limits
 from wire.client_address import TrustedProxies
 from wire.contract import ErrorCode
@@ -327,6 +329,30 @@ class GatedWebSocketFactory(WebSocketFactory):  # type: ignore[misc]  # Daphne s
     protocol = GatedWebSocket
 
 
+@implementer(IOpenSSLContextFactory)
+class TlsContext:
+    """What Twisted asks at each connection for the TLS that it shall speak."""
+
+    def __init__(self) -> None:
+        self._context: SSL.Context | None = None
+
+    def load(self, pair: Pair) -> None:
+        """Have new connections show ``pair``. Raises OSError, and nothing has changed then."""
+        context = SSL.Context(SSL.TLS_SERVER_METHOD)
+        context.set_min_proto_version(SSL.TLS1_2_VERSION)
+        try:
+            context.use_certificate_chain_file(str(pair.certificate))
+            context.use_privatekey_file(str(pair.key))
+            context.check_privatekey()
+        except SSL.Error as error:
+            raise OSError(str(error)) from None
+        self._context = context
+
+    def getContext(self) -> SSL.Context:  # noqa: N802  # Twisted's interface
+        assert self._context is not None, "it is loaded before anything listens"
+        return self._context
+
+
 logger = logging.getLogger(__name__)
 
 Connection = GatedRequest | GatedWebSocket
@@ -341,6 +367,7 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
     """Daphne with flow control in both directions. SIGTERM and SIGINT let running requests finish.
 
     ``header_timeout_s`` and ``body_timeout_s``: a request whose headers or body take longer to arrive is refused.
+    ``pair``: certificate and key of its port, which speaks TLS then; ``plain_port``: one on loopback that does not.
     ``write_timeout_s``: a client that takes no byte for so long is cut off. ``stop_grace_s``: how long requests may go on
     after a signal. ``proxies``: who is believed about its client's address.
     """
@@ -348,6 +375,10 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
     def __init__(
         self,
         *args: Any,
+        host: str,
+        port: int,
+        plain_port: int = 0,
+        pair: Pair | None = None,
         proxies: TrustedProxies | None = None,
         header_timeout_s: float = 10.0,
         body_timeout_s: float = 60.0,
@@ -355,7 +386,10 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         stop_grace_s: float = 10.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, signal_handlers=False, **kwargs)
+        super().__init__(
+            *args, endpoints=[f"{host} port {port}"], signal_handlers=False, **kwargs
+        )  # only looked at for being there
+        self._where, self._plain_port, self._pair = (host.strip("[]"), port), plain_port, pair
         self.proxies = proxies
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = limits().console.connections
@@ -388,12 +422,32 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         asyncio.set_event_loop(twisted_loop)
         for name in (signal.SIGTERM, signal.SIGINT):
             twisted_loop.add_signal_handler(name, self.begin_stop)
-        for endpoint in self.endpoints:
-            listener = serverFromString(reactor, endpoint).listen(self.http_factory)  # type: ignore[no-untyped-call]  # Twisted
-            listener.addCallbacks(self.listen_success, self.listen_error)
+        try:
+            endpoints = self._make_endpoints()
+        except CertificateError as error:
+            self.listen_failure = str(error)
+            return
+        for endpoint in endpoints:
+            endpoint.listen(self.http_factory).addCallbacks(self.listen_success, self.listen_error)
         reactor.addSystemEventTrigger("before", "shutdown", self.kill_all_applications)
         if not self.abort_start:
             reactor.run(installSignalHandlers=False)
+
+    def _make_endpoints(self) -> list[Any]:  # Any: Twisted's endpoints
+        """Return where the server listens. Raises CertificateError."""
+        host, port = self._where
+        if self._pair is None:
+            endpoints: list[Any] = [TCP4ServerEndpoint(reactor, port, interface=host)]  # type: ignore[no-untyped-call]  # Twisted
+        else:
+            context = TlsContext()
+            certificate = ServedCertificate(self._pair, context.load)
+            certificate.open()
+            certificate.watch(twisted_loop)
+            endpoints = [SSL4ServerEndpoint(reactor, port, context, interface=host)]  # type: ignore[no-untyped-call]
+        if self._plain_port:
+            near = TCP4ServerEndpoint(reactor, self._plain_port, interface="127.0.0.1")  # type: ignore[no-untyped-call]
+            endpoints.append(near)
+        return endpoints
 
     def create_application(self, protocol: Connection, scope: dict[str, Any]) -> asyncio.Queue[dict[str, Any]] | None:
         if protocol not in self.connections:

@@ -5,6 +5,7 @@ Standard library only: the launcher uses it before anything is installed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -246,6 +247,29 @@ def read_secret(name: str) -> str:
         refuse(name, f"must have at least {least} letters, digits or signs, without spaces: {advice}")
         return ""
     return text
+
+
+def read_path(name: str) -> str:
+    """Return the path of a file, "" when none is named. Raises SettingError when the variable holds a file's content."""
+    path = read_text(name, allowed="the path of a file").strip()
+    if path.startswith("-----BEGIN"):
+        _READ[name] = replace(_READ[name], text="")  # it may be a key
+        refuse(name, f"takes the path of a file: set {name}, not {name}_FILE, to that path")
+        return ""
+    return path
+
+
+def add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a server that speaks TLS itself; ``set_tls_variables`` puts them where the settings read them."""
+    parser.add_argument("--tls-cert", metavar="FILE", help="speak TLS with this certificate and chain (PEM), and take it anew")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key, where that lies in a file of its own")
+    parser.add_argument("--plain-port", type=int, default=0, metavar="PORT", help=argparse.SUPPRESS)  # for ./muster up
+
+
+def set_tls_variables(options: argparse.Namespace) -> None:
+    for name, path in (("MUSTER_TLS_CERT", options.tls_cert), ("MUSTER_TLS_KEY", options.tls_key)):
+        if path:
+            os.environ[name] = path
 
 
 def read_limits() -> Limits:

@@ -12,11 +12,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from django.db import Error as DatabaseFailure
 from django.db import connections
 
-from controlplane.env import list_alias_notes, report_setting_errors
+from controlplane.env import add_tls_options, list_alias_notes, report_setting_errors, set_tls_variables
 from core.db.base import limit_process
 from core.db.threads import with_kept_connection
 from core.limits import limits
@@ -30,23 +31,27 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0 after a stop that was asked for, 1 when the address cannot be used."""
     arguments = read_arguments(argv)
+    set_tls_variables(arguments)
     report_setting_errors()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     from controlplane.daphne_server import FlowControlledServer  # chooses the reactor, so it comes before Django
 
     # isort: split
     from daphne.access import AccessLogGenerator
-    from daphne.endpoints import build_endpoint_description_strings
     from django.conf import settings
 
     from controlplane.asgi import application
     from controlplane.problems import watch
+    from controlplane.tls import Pair
     from governance.operations.runs import reconcile
 
     limit_process(limits().core.database_silence_s)
     server = FlowControlledServer(
         application,
-        endpoints=build_endpoint_description_strings(host=arguments.host, port=arguments.port),
+        host=arguments.host,
+        port=arguments.port,
+        plain_port=arguments.plain_port,
+        pair=Pair(Path(settings.TLS_CERT), Path(settings.TLS_KEY)) if settings.TLS_CERT else None,
         action_logger=AccessLogGenerator(sys.stdout) if arguments.access_log else None,
         proxies=settings.TRUSTED_PROXIES,
         websocket_max_message_size=limits().console.socket_message_bytes,
@@ -149,6 +154,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stop-grace", type=float, default=10.0, metavar="S", help="how long requests may finish after SIGTERM"
     )
+    add_tls_options(parser)
     return parser.parse_args(argv)
 
 

@@ -19,6 +19,7 @@ from controlplane.env import (
     read_log_level,
     read_name,
     read_networks,
+    read_path,
     read_secret,
     read_text,
     read_valkey,
@@ -123,12 +124,17 @@ SESSION_COOKIE_AGE = 12 * 3600
 BEHIND_TLS = read_bool("MUSTER_BEHIND_TLS", default=False)
 # The proxies that say who their client is. The servers put it into the scope, so nothing behind them reads such a header.
 TRUSTED_PROXIES = TrustedProxies(read_networks("MUSTER_TRUSTED_PROXIES"), is_tls=BEHIND_TLS)
-SESSION_COOKIE_SECURE = BEHIND_TLS
-CSRF_COOKIE_SECURE = BEHIND_TLS
-LANGUAGE_COOKIE_SECURE = BEHIND_TLS
+# What the servers show when they speak TLS themselves; the key may lie in the certificate's file.
+TLS_CERT = read_path("MUSTER_TLS_CERT")
+TLS_KEY = read_path("MUSTER_TLS_KEY") or TLS_CERT
+IS_HTTPS = BEHIND_TLS or bool(TLS_CERT)
+SESSION_COOKIE_SECURE = IS_HTTPS
+CSRF_COOKIE_SECURE = IS_HTTPS
+LANGUAGE_COOKIE_SECURE = IS_HTTPS
 # A browser takes a cookie of this prefix only over TLS and from this very host: no sibling of it can plant one.
-SESSION_COOKIE_NAME = "__Host-sessionid" if BEHIND_TLS else "sessionid"
-CSRF_COOKIE_NAME = "__Host-csrftoken" if BEHIND_TLS else "csrftoken"
+SESSION_COOKIE_NAME = "__Host-sessionid" if IS_HTTPS else "sessionid"
+CSRF_COOKIE_NAME = "__Host-csrftoken" if IS_HTTPS else "csrftoken"
+# It holds for every port of the host: behind a proxy that has 80 and 443, not for a machine whose other servers are plain.
 SECURE_HSTS_SECONDS = 31_536_000 if BEHIND_TLS else 0
 SILENCED_SYSTEM_CHECKS = [
     "security.W005",  # subdomains of this host may be anybody's

@@ -44,6 +44,9 @@ class CoreLimits:
     # Ours have about a hundred.
     hint_bytes: int = bound(1024, "bytes", "A longer message is no hint: it is counted and dropped.")
     hint_log_s: float = bound(10.0, "s", "The log hears of unreadable messages no more often.")
+    # TLS of a server's own port
+    tls_look_s: float = bound(60.0, "s", "A server looks again whether the files of its certificate have changed.")
+    tls_handshake_s: float = bound(10.0, "s", "A connection to the gateway without a TLS handshake by then is closed.")
     # Whoever guesses credentials
     throttle_failures: int = bound(20, "credentials", "After so many wrong ones the next unknown one of an address waits.")
     throttle_retry_s: int = bound(1, "s", "An address that had to wait may try again; the answer is 429 until then.")

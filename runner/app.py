@@ -27,7 +27,7 @@ from runner.session import Instruction
 from runner.telemetry import Telemetry as NodeTelemetry
 from runner.telemetry import open_telemetry
 from runner.telemetry.log import LogRing
-from runner.tls import ServerTls
+from runner.tls import ServerTls, trust_also
 from wire import clock
 from wire.bridge import (
     CertificateRequest,
@@ -66,6 +66,7 @@ class Runner:
     ) -> None:  # fmt: skip
         self._config = config
         self._client = client
+        self._trust = None if config.gateway_ca is None else trust_also(config.gateway_ca)
         self._engines = engines
         self._telemetry_of_node = telemetry_of_node
         self._instance_id = new_uuid7().hex
@@ -457,7 +458,7 @@ class Runner:
 
     def _add_link(self, url: str, *, give_up_s: float | None) -> None:
         config = self._config
-        link = GatewayLink(url, host=self, client=self._client, token=config.token, provider=config.provider)
+        link = GatewayLink(url, host=self, client=self._client, token=config.token, provider=config.provider, trust=self._trust)
         self._links[url] = link
         self._wakes.append(link.wake)
         task = asyncio.create_task(link.run(give_up_s=give_up_s))

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 import socket
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -146,6 +147,8 @@ class RunnerConfig:
     """
 
     gateways: tuple[str, ...]
+    gateway_ca: Path | None
+    """Certificates of authorities that may certify a gateway, beside those that this machine trusts."""
     token: str = field(repr=False)
     name: str
     provider: str
@@ -181,7 +184,7 @@ LOG_LEVELS = {
 """Words for a log level, in any case, and what we call each. ``controlplane.env`` has the same for the server."""
 
 EPILOG = """\
-Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,
+Every option also reads the environment: MUSTER_GATEWAY, MUSTER_GATEWAY_CA, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,
 MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_TIDY,
 MUSTER_MAX_CONCURRENT, MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS,
 MUSTER_OWNER, MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA,
@@ -398,6 +401,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--gateway", "--proxy-url", action="append", metavar="URL", help="gateway to dial; may be repeated or a comma list")
+    add("--gateway-ca", metavar="FILE", help="CA certificates (PEM) to trust for gateways, beside those of this machine")
     add(
         "--token",
         "--worker-secret",
@@ -495,6 +499,7 @@ def read_options(
     budget = options.number("memory_budget_mb", 0, highest=1 << 30)
     config = RunnerConfig(
         gateways=gateways,
+        gateway_ca=options.attempt(lambda: _read_gateway_ca(options, gateways), None),
         token=_read_token(options) if has_gateway else "",
         name=name,
         provider=options.text("provider", "local"),
@@ -537,6 +542,20 @@ def _read_bound(options: Options, bound: Bound, default: float) -> float:
     if bound.setting.endswith("_MS"):
         return options.whole(bound.setting, round(default * 1000), lowest=1, highest=86_400_000) / 1000
     return options.seconds(bound.setting, default)
+
+
+def _read_gateway_ca(options: Options, gateways: tuple[str, ...]) -> Path | None:
+    text = options.text("gateway_ca")
+    if not text:
+        return None
+    if not any(url.startswith("wss:") for url in gateways):
+        raise ConfigError("--gateway-ca needs a --gateway with https://, whose certificate it is to check")
+    path = Path(text).expanduser()
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"--gateway-ca {path} holds no certificates (PEM) that can be read: {error}") from None
+    return path
 
 
 def _read_token(options: Options) -> str:

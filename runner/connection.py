@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -180,11 +181,21 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
 class GatewayLink:
     """The node's side of one gateway, for as long as the process lives. ``url`` is ``ws(s)://host[:port][/prefix]``."""
 
-    def __init__(self, url: str, *, host: Host, client: aiohttp.ClientSession, token: str, provider: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        host: Host,
+        client: aiohttp.ClientSession,
+        token: str,
+        provider: str,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
         self.url = url
         self._target = f"{url}/v1/worker/connect?provider={quote(provider, safe='')}"
         self._host = host
         self._client = client
+        self._trust: ssl.SSLContext | bool = True if trust is None else trust
         self._token = token
         self._limits = limits().connection
         self._session: _Session | None = None
@@ -266,6 +277,7 @@ class GatewayLink:
                     max_msg_size=self._limits.message_bytes,
                     compress=0,
                     autoping=False,
+                    ssl=self._trust,
                     timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
                 )
                 return cast("GatewaySocket", socket)  # the client was made to open these
@@ -273,6 +285,11 @@ class GatewayLink:
             if error.status in {401, 403}:
                 raise AuthRefused(f"HTTP {error.status}") from None
             raise SessionLost(f"the gateway answers HTTP {error.status} instead of a WebSocket") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+            raise SessionLost(
+                f"its certificate cannot be trusted: {why}; check name and date, or name its CA with --gateway-ca FILE"
+            ) from None
         except TimeoutError:
             raise SessionLost(f"no connection within {self._limits.connect_s:.0f} s") from None
         except (aiohttp.ClientError, OSError) as error:

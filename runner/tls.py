@@ -172,6 +172,13 @@ class ServerTls:
         return first, second
 
 
+def trust_also(authorities: Path) -> ssl.SSLContext:
+    """Return what a client trusts: the CAs of this machine, and those of a file (PEM). Raises OSError."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(authorities)
+    return context
+
+
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     content = read_private(path)
     if content is None:

@@ -6,18 +6,23 @@ import asyncio
 import gc
 import logging
 import socket
+import ssl
+import sys
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from django.conf import settings
-from uvicorn.config import Config
+from uvicorn.config import STARTUP_FAILURE, Config
 from uvicorn.server import Server
 
 from controlplane.gateway_server.fast_path import FastPath
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownRequests
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
+from controlplane.tls import CertificateError, Pair, ServedCertificate, load_pair, make_context
 from core.limits import limits
 from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
@@ -76,13 +81,49 @@ class GatewayApp:
 
 
 class GatewayServer(Server):
-    """uvicorn that lets running requests finish before it closes the sockets of the nodes that answer them."""
+    """uvicorn that lets running requests finish before it closes the sockets of the nodes that answer them.
 
-    def __init__(self, config: Config, runtime: GatewayRuntime) -> None:
+    ``certificate``: what the context of ``config`` shows. ``plain_port``: on loopback, for programs of this machine that need
+    not know what the certificate names.
+    """
+
+    def __init__(
+        self, config: Config, runtime: GatewayRuntime, *, certificate: ServedCertificate | None = None, plain_port: int = 0
+    ) -> None:
         super().__init__(config)
         self._runtime = runtime
+        self._certificate, self._plain_port = certificate, plain_port
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Have uvicorn load, then listen. Exits with a line when a port cannot be used."""
+        await super().startup(sockets=[])
+        self.started = False
+        context = self.config.ssl
+        try:
+            self.servers = [await self._listen(context, sock=sock) for sock in sockets or ()]
+            if not sockets:
+                self.servers = [await self._listen(context, host=self.config.host, port=self.config.port)]
+            if self._plain_port:
+                self.servers.append(await self._listen(None, host="127.0.0.1", port=self._plain_port))
+        except OSError as error:
+            logger.error("gateway_not_listening: %s", error)  # noqa: TRY400  # text for the owner
+            await self.lifespan.shutdown()
+            sys.exit(STARTUP_FAILURE)
+        if self._certificate is not None:
+            self._certificate.watch(asyncio.get_running_loop())
+        self.started = True
+
+    async def _listen(self, context: ssl.SSLContext | None, **where: Any) -> asyncio.Server:  # Any: host and port, or a socket
+        def serve_connection() -> asyncio.Protocol:
+            return GatewayHttpProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        timeout_s = None if context is None else limits().core.tls_handshake_s
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(
+            serve_connection, ssl=context, ssl_handshake_timeout=timeout_s, backlog=self.config.backlog, **where
+        )
 
     async def main_loop(self) -> None:
         """Renew the date of answers each second until a signal says stop; uvicorn itself looks ten times a second."""
@@ -114,16 +155,32 @@ class GatewayServer(Server):
         await super().shutdown(sockets)
 
 
-def serve(*, host: str, port: int, fd: int | None = None) -> None:
-    """Run a gateway until it is told to stop. ``fd``: a socket that is bound to the port, to listen on instead of a new one."""
+def serve(*, host: str, port: int, fd: int | None = None, plain_port: int = 0) -> None:
+    """Run a gateway until it is told to stop. ``fd``: a socket that is bound to the port, to listen on instead of a new one.
+
+    ``plain_port``: see ``GatewayServer``.
+    """
     runtime = GatewayRuntime()
     inference = make_inference(runtime)
     app = GatewayApp(runtime, make_application(runtime, inference), inference)
-    server = GatewayServer(make_config(app, host=host, port=port), runtime)
+    context, certificate = open_certificate() if settings.TLS_CERT else (None, None)
+    config = make_config(app, host=host, port=port, context=context)
+    server = GatewayServer(config, runtime, certificate=certificate, plain_port=plain_port)
     server.run(None if fd is None else [socket.socket(fileno=fd)])
 
 
-def make_config(app: GatewayApp, *, host: str, port: int) -> Config:
+def open_certificate() -> tuple[ssl.SSLContext, ServedCertificate]:
+    """Return what speaks TLS with the certificate of the settings. Exits with a line when that cannot be used."""
+    context = make_context()
+    certificate = ServedCertificate(Pair(Path(settings.TLS_CERT), Path(settings.TLS_KEY)), partial(load_pair, context))
+    try:
+        certificate.open()
+    except CertificateError as error:
+        sys.exit(f"muster gateway: {error}")
+    return context, certificate
+
+
+def make_config(app: GatewayApp, *, host: str, port: int, context: ssl.SSLContext | None = None) -> Config:
     bounds = limits().gateway
     GatewayHttpProtocol.header_timeout_s = bounds.header_s
     GatewayHttpProtocol.body_timeout_s = bounds.body_s
@@ -145,6 +202,7 @@ def make_config(app: GatewayApp, *, host: str, port: int) -> Config:
         proxy_headers=False,
         log_config=None,
         backlog=bounds.server_backlog,
+        ssl_context_factory=None if context is None else lambda *_: context,
         timeout_keep_alive=int(bounds.keep_alive_s),
         timeout_graceful_shutdown=5,
         ws_max_size=limits().nodes.max_message_bytes,

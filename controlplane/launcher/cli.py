@@ -237,6 +237,9 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--no-node", dest="with_node", action="store_false", help="do not run the local node with the small built-in model"
     )
+    text = "speak TLS on both ports with this certificate and chain (PEM); a renewed one is taken over within a minute"
+    up.add_argument("--tls-cert", type=Path, metavar="FILE", help=text)
+    up.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, where that lies in a file of its own")
     up.add_argument("--gateways", type=int, default=1, choices=range(1, 9), metavar="N", help=argparse.SUPPRESS)
 
 
@@ -364,7 +367,7 @@ def _run_up(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> i
     host, port = read_address("MUSTER_LISTEN", "127.0.0.1:8080")
     options.host = options.host or host
     options.gateway_port = port if options.gateway_port is None else options.gateway_port
-    names = ("data", "host", "port", "gateway_port", "gateways", "ready_file", "with_node")
+    names = ("data", "host", "port", "gateway_port", "gateways", "ready_file", "with_node", "tls_cert", "tls_key")
     return run_up(UpOptions(**{name: getattr(options, name) for name in names}))
 
 

@@ -59,6 +59,8 @@ class Addresses:
     """Where the installation listens. ``own``: addresses of this machine, ``names``: its names, both as others may use them.
 
     ``gateway_sockets``: file descriptors that are bound to the gateways' ports; none where a system cannot hold a port so.
+    ``certified``: with TLS the hosts that the certificate names, and ``plain_ports`` those on loopback that speak plain HTTP
+    to programs of this machine, of the control plane first.
     """
 
     host: str
@@ -67,6 +69,8 @@ class Addresses:
     gateway_sockets: tuple[int, ...] = ()
     own: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    certified: tuple[str, ...] = ()
+    plain_ports: tuple[int, ...] = ()
 
     @property
     def near_host(self) -> str:
@@ -75,11 +79,13 @@ class Addresses:
 
     @property
     def control_url(self) -> str:
-        return self._url(self.control_port)
+        return self._near_url(self.control_port, 0)
 
     @property
     def public_url(self) -> str:
         """Base URL of the control plane for people."""
+        if self.plain_ports:
+            return self.outside_urls(self.control_port)[0]
         # On loopback the name: browsers bind no passkey to an address.
         return f"http://localhost:{self.control_port}" if self.is_on_loopback else self.control_url
 
@@ -90,28 +96,51 @@ class Addresses:
 
     @property
     def gateway_url(self) -> str:
-        return self._url(self.gateway_ports[0])
+        return self.gateway_urls()[0]
 
     def gateway_urls(self) -> list[str]:
-        return [self._url(port) for port in self.gateway_ports]
+        """Return the base URLs at which programs of this machine reach the gateways."""
+        return [self._near_url(port, index) for index, port in enumerate(self.gateway_ports, start=1)]
+
+    def client_urls(self, port: int) -> list[str]:
+        """Return all base URLs of a port, for people: the one on this machine first, unless the certificate names others."""
+        near = [] if self.plain_ports else [self._url(port)]
+        return list(dict.fromkeys([*near, *self.outside_urls(port)]))
 
     @property
     def is_open_to_others(self) -> bool:
         return self.host in _WILDCARDS or not _is_loopback(self.host)
 
     def outside_urls(self, port: int) -> list[str]:
-        """Return the base URLs under which other machines reach a port: one for each address that is listened on."""
+        """Return the base URLs under which other machines reach a port: one for each address that is listened on, and name.
+
+        With TLS those that the certificate names; names that are not this machine's may lead to it elsewhere.
+        """
+        if self.plain_ports:
+            hosts = self.certified or (self.near_host,)
+            return [f"https://{_bracket(host)}:{port}" for host in sorted(hosts, key=self._is_foreign)]
         if self.host not in _WILDCARDS:
             return [self._url(port)] if self.is_open_to_others else []
         is_v6 = self.host == "::"
-        return [f"http://{_bracket(address)}:{port}" for address in self.own if (":" in address) == is_v6]
+        listened = [address for address in self.own if (":" in address) == is_v6]
+        names = [name for name in self.names if name != "localhost"] if listened else []
+        return [f"http://{_bracket(host)}:{port}" for host in [*listened, *names]]
+
+    def plain_option(self, index: int) -> list[str]:
+        return [f"--plain-port={self.plain_ports[index]}"] if self.plain_ports else []
+
+    def _is_foreign(self, host: str) -> bool:
+        return host not in self.names
 
     def allowed_hosts(self) -> set[str]:
         """Return the hosts under which the control plane answers, as ``Host`` headers write them, without a port."""
         hosts = {"localhost", "127.0.0.1", "[::1]", _bracket(self.near_host)}
         if self.is_open_to_others:
             hosts |= {*self.names, *map(_bracket, self.own)}
-        return hosts
+        return hosts | {_bracket(host) for host in self.certified}
+
+    def _near_url(self, port: int, index: int) -> str:
+        return f"http://127.0.0.1:{self.plain_ports[index]}" if self.plain_ports else self._url(port)
 
     def _url(self, port: int) -> str:
         return f"http://{_bracket(self.near_host)}:{port}"
@@ -129,6 +158,8 @@ class Installation:
     cluster_secret: str
     log_key: str
     run_id: str
+    tls: tuple[str, ...] = ()
+    """The files of certificate and key, when the servers speak TLS."""
     is_preloaded: bool = False
     """Whether this process has loaded what its Django processes need, so that they can be forks of it."""
 
@@ -161,11 +192,22 @@ class Installation:
             "MUSTER_LOG_KEY": self.log_key,
             "MUSTER_PUBLIC_URL": public_url,
             "MUSTER_PLAYGROUND_GATEWAY_URL": read_text("MUSTER_PLAYGROUND_GATEWAY_URL", self.addresses.gateway_url),
+            **self._tls_variables(),
             "MUSTER_ALLOWED_HOSTS": ",".join(sorted(hosts)),
             "MUSTER_CSRF_TRUSTED_ORIGINS": ",".join(sorted(origins)),
             "DJANGO_SETTINGS_MODULE": _SETTINGS,
             # The internal CA is made from a shell that may not have them.
             **{name: os.environ[name] for name in _HOSTS if name in os.environ},
+        }
+
+    def _tls_variables(self) -> dict[str, str]:
+        if not self.tls:
+            return {}
+        public_url = self.addresses.client_urls(self.addresses.gateway_ports[0])[0]
+        return {
+            "MUSTER_TLS_CERT": self.tls[0],
+            "MUSTER_TLS_KEY": self.tls[1],
+            "MUSTER_GATEWAY_PUBLIC_URL": read_text("MUSTER_GATEWAY_PUBLIC_URL", public_url),
         }
 
     def pageless_environment(self) -> dict[str, str]:
@@ -185,11 +227,11 @@ def embedded_spec(name: str, server: Postgres | Valkey) -> PartSpec:
 
 def control_spec(installation: Installation) -> PartSpec:
     where = installation.addresses
-    arguments = ["--host", where.host, "--port", str(where.control_port)]
+    arguments = ["--host", where.host, "--port", str(where.control_port), *where.plain_option(0)]
     return PartSpec(
         name="control",
         command=lambda: _django(installation, "controlplane.serve_control", arguments, installation.environment()),
-        is_ready=lambda _pid: answers_ok(where.near_host, where.control_port, "/healthz"),
+        is_ready=lambda _pid: answers_ok(where.control_url, "/healthz"),
     )
 
 
@@ -201,7 +243,7 @@ def gateway_specs(installation: Installation) -> list[PartSpec]:
 def _gateway_spec(installation: Installation, index: int) -> PartSpec:
     where = installation.addresses
     port = where.gateway_ports[index]
-    arguments = ["--host", where.host, "--port", str(port)]
+    arguments = ["--host", where.host, "--port", str(port), *where.plain_option(1 + index)]
     sockets = where.gateway_sockets[index : index + 1]
     arguments += [f"--fd={number}" for number in sockets]
     environment = installation.pageless_environment()
@@ -210,7 +252,7 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
     return PartSpec(
         name="gateway" if index == 0 else f"gateway-{index + 1}",
         command=lambda: _django(installation, "controlplane.serve_gateway", arguments, environment, sockets),
-        is_ready=lambda _pid: answers_ok(where.near_host, port, "/health"),
+        is_ready=lambda _pid: answers_ok(where.gateway_urls()[index], "/health"),
         # Streams in flight may finish: the gateway's own grace period and a little more.
         stop_deadline_s=read_gateway_grace_s() + 5.0,
     )
@@ -251,9 +293,7 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
     return PartSpec(
         name="node",
         command=lambda: _python(arguments, environment),
-        is_ready=lambda _pid: lists_model(
-            where.near_host, where.gateway_ports[0], api_key=credentials.api_key, model=credentials.model
-        ),
+        is_ready=lambda _pid: lists_model(where.gateway_url, api_key=credentials.api_key, model=credentials.model),
         stop_deadline_s=drain_s + 5.0,
     )
 
@@ -326,12 +366,13 @@ def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes] | None:
-    """Return status and body of a GET, or None when nobody gives an HTTP answer within a second or two."""
+def fetch(url: str, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes] | None:
+    """Return status and body of a plain GET, or None when nobody gives an HTTP answer within a second or two."""
+    parts = urlsplit(url)
     # By hand: ``http.client`` would keep TLS and mail parsing in the supervisor's memory for good.
-    lines = [f"GET {path} HTTP/1.0", f"Host: {host}:{port}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
+    lines = [f"GET {path} HTTP/1.0", f"Host: {parts.netloc}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
     try:
-        with socket.create_connection((host, port), timeout=limits().launcher.ready_answer_s) as connection:
+        with socket.create_connection((parts.hostname, parts.port), timeout=limits().launcher.ready_answer_s) as connection:
             connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
             answer = b""
             while len(answer) < limits().launcher.ready_answer_bytes and (piece := connection.recv(65536)):
@@ -345,13 +386,13 @@ def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None
     return int(words[1]), body
 
 
-def answers_ok(host: str, port: int, path: str) -> bool:
-    answer = fetch(host, port, path)
+def answers_ok(url: str, path: str) -> bool:
+    answer = fetch(url, path)
     return answer is not None and answer[0] == 200
 
 
-def lists_model(host: str, port: int, *, api_key: str, model: str) -> bool:
-    answer = fetch(host, port, "/v1/models", {"Authorization": f"Bearer {api_key}"})
+def lists_model(url: str, *, api_key: str, model: str) -> bool:
+    answer = fetch(url, "/v1/models", {"Authorization": f"Bearer {api_key}"})
     if answer is None or answer[0] != 200:
         return False
     try:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from controlplane.env import SettingError, list_alias_notes, read_text
+from controlplane.env import SettingError, list_alias_notes, read_path, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import LauncherError, StopRequested, complain, elapsed_s, progress, say
 from controlplane.launcher.files import FileLock, LockHeld, read_json, read_or_create_secret, write_json
@@ -60,6 +60,8 @@ class UpOptions:
     gateways: int = 1
     ready_file: Path | None = None
     with_node: bool = True
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
 
 def run_up(options: UpOptions) -> int:
@@ -68,10 +70,11 @@ def run_up(options: UpOptions) -> int:
     Raises LauncherError and SettingError; nothing is left running then either.
     """
     _check_settings()
+    tls = _read_tls(options)
     made, is_empty = find_missing(options.data.absolute()), check_data(options.data)
     data = prepare_data(options.data)
     try:
-        return _lock_and_run(options, data)
+        return _lock_and_run(options, data, tls)
     # A start that failed leaves no folder behind that was not there.
     except (LauncherError, SettingError):
         if is_empty:
@@ -79,7 +82,7 @@ def run_up(options: UpOptions) -> int:
         raise
 
 
-def _lock_and_run(options: UpOptions, data: Path) -> int:
+def _lock_and_run(options: UpOptions, data: Path, tls: _Tls) -> int:
     lock = FileLock(lock_path(data))
     try:
         lock.acquire(within_s=0.3)
@@ -90,7 +93,7 @@ def _lock_and_run(options: UpOptions, data: Path) -> int:
     except OSError as error:
         raise LauncherError(f"cannot write to {data}: {error.strerror}. Choose another directory with --data DIR") from None
     with lock:
-        return _run_locked(options, data)
+        return _run_locked(options, data, tls)
 
 
 def _check_settings() -> None:
@@ -102,16 +105,49 @@ def _check_settings() -> None:
         say(line)
 
 
-def _run_locked(options: UpOptions, data: Path) -> int:
+@dataclass(frozen=True, slots=True)
+class _Tls:
+    """The files of certificate and key, and the hosts that the certificate names."""
+
+    files: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+def _read_tls(options: UpOptions) -> _Tls:
+    """Return what the servers shall show, if they are to speak TLS. Raises LauncherError and SettingError."""
+    certificate = options.tls_cert or read_path("MUSTER_TLS_CERT")
+    key = options.tls_key or read_path("MUSTER_TLS_KEY") or certificate
+    if not certificate:
+        if key:
+            raise LauncherError("--tls-key needs --tls-cert, the certificate of that key")
+        return _Tls()
+    from controlplane.tls import (
+        CertificateError,
+        Pair,
+        explain_time,
+        list_hosts,
+    )  # it would stay in the memory of a launcher that needs none of it
+
+    pair = Pair(Path(certificate).absolute(), Path(key).absolute())
+    try:
+        leaf = pair.check()
+    except CertificateError as error:
+        raise LauncherError(str(error)) from None
+    if trouble := explain_time(leaf):
+        complain(f"{trouble}. Going on with it; the servers take over a new one within a minute")
+    return _Tls((str(pair.certificate), str(pair.key)), tuple(list_hosts(leaf)))
+
+
+def _run_locked(options: UpOptions, data: Path, tls: _Tls) -> int:
     end_leftovers(children_path(data))
     raise_file_limit()
     with ExitStack() as held:
-        addresses = _claim_addresses(options, held)
+        addresses = _claim_addresses(options, held, tls)
         _check_ready_file(options.ready_file)
         place, note = choose_place(data)
         if note:
             say(note)
-        session = _Session(options, place, addresses)
+        session = _Session(options, place, addresses, tls)
         try:
             session.start()
             session.supervisor.run()
@@ -123,7 +159,7 @@ def _run_locked(options: UpOptions, data: Path) -> int:
     return 0
 
 
-def _claim_addresses(options: UpOptions, held: ExitStack) -> parts.Addresses:
+def _claim_addresses(options: UpOptions, held: ExitStack, tls: _Tls) -> parts.Addresses:
     """Return where we shall listen; the ports are ours until ``held`` is closed. Raises LauncherError when one is busy."""
     control_port = claim_port(options.host, options.port, option="--port", held=held)
     wanted = [options.gateway_port + index if options.gateway_port else 0 for index in range(options.gateways)]
@@ -139,6 +175,8 @@ def _claim_addresses(options: UpOptions, held: ExitStack) -> parts.Addresses:
         gateway_sockets=tuple(claim.fileno() for claim in claims),
         own=tuple(own),
         names=tuple(list_names(own)),
+        certified=tls.hosts,
+        plain_ports=tuple(claim_port("127.0.0.1", 0, option="", held=held) for _ in (0, *wanted)) if tls.files else (),
     )
 
 
@@ -160,6 +198,7 @@ class _Session:
     options: UpOptions
     place: Place
     addresses: parts.Addresses
+    tls: _Tls = field(default_factory=_Tls)
     run_id: str = field(default_factory=lambda: os.urandom(16).hex())
     credentials: Credentials | None = None
     is_ready: bool = False
@@ -182,6 +221,7 @@ class _Session:
             cluster_secret=_read_secret("MUSTER_CLUSTER_SECRET", self.place.data / "cluster_secret"),
             log_key=_read_secret("MUSTER_LOG_KEY", self.place.data / "log_key"),
             run_id=self.run_id,
+            tls=self.tls.files,
         )
         is_first = not credentials_path(self.place.data).exists()
         if is_first:
@@ -323,7 +363,7 @@ class _Session:
         # Said once, by the start that made it: what is printed may be kept by a log.
         secret = f" / {credentials.password}" if is_first else ""
         pages = list(dict.fromkeys([self._public_url, where.public_url, *where.outside_urls(where.control_port)]))
-        gateways = list(dict.fromkeys([where.gateway_url, *where.outside_urls(where.gateway_ports[0])]))
+        gateways = where.client_urls(where.gateway_ports[0])
         for line in (
             "",
             f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
@@ -368,14 +408,14 @@ class _Session:
     def _name_limits(self) -> str:
         """Return what to say of passkeys at the addresses that people open."""
         where = self.addresses
+        if self.tls.files:
+            return f"Passkeys belong to {self._public_url}. This machine's own programs use {where.gateway_url} without TLS."
         if self._public_url != where.public_url:
             return f"Passkeys belong to {self._public_url} (MUSTER_PUBLIC_URL)."
         if not where.is_open_to_others:
             return "Use localhost, not 127.0.0.1: passkeys need a host name."
         if not where.is_on_loopback:
-            return (
-                "Passkeys need HTTPS or localhost: put a TLS proxy in front and set MUSTER_PUBLIC_URL, or use --host 0.0.0.0."
-            )
+            return "Passkeys need HTTPS or localhost: use --tls-cert, or a TLS proxy with MUSTER_PUBLIC_URL, or --host 0.0.0.0."
         port = where.control_port
         tunnel = f"ssh -L {port}:localhost:{port} {socket.gethostname()}"
         return f"Passkeys need HTTPS or localhost: on another machine run `{tunnel}` and open the first address."

@@ -60,6 +60,6 @@ if __name__ == "__main__":
     port, options = sys.argv[1], json.loads(sys.argv[2])
     if files := options.pop("files", None):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    server = FlowControlledServer(application, endpoints=[f"tcp:port={port}:interface=127.0.0.1"], **options)
+    server = FlowControlledServer(application, host="127.0.0.1", port=int(port), **options)
     server.run()
     sys.exit(1 if server.listen_failure else 0)

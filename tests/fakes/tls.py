@@ -12,6 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
+from controlplane.tls import Pair
+
 PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
 
 
@@ -42,6 +44,17 @@ class Authority:
         name = x509.IPAddress(ipaddress.ip_address(host)) if is_address else x509.DNSName(host)
         return self._sign(x509.Name([]), key, x509.SubjectAlternativeName([name]), timedelta(days=days))
 
+    def write_pair(self, folder: Path, *, host: str, days: float = 30) -> Pair:
+        """Write what a server shows: its certificate with this CA's, and a key of its own."""
+        key, pair = make_key(), Pair(folder / "cert.pem", folder / "key.pem")
+        pair.certificate.write_text(self.certify(key, host=host, days=days) + self.certificate)
+        pair.key.write_text(write_key(key))
+        return pair
+
+    def make_trust(self) -> ssl.SSLContext:
+        """Return what a client trusts that knows nobody else."""
+        return ssl.create_default_context(cadata=self.certificate)
+
     def _sign(
         self, name: x509.Name, key: PrivateKey | x509.CertificateSigningRequest, what: x509.ExtensionType, life: timedelta
     ) -> str:
@@ -54,12 +67,14 @@ class Authority:
         return made.public_bytes(serialization.Encoding.PEM).decode()
 
 
+def write_key(key: PrivateKey) -> str:
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(*form).decode()
+
+
 def make_server(folder: Path, key: PrivateKey, certificate: str) -> ssl.SSLContext:
     """Return what a server shows: a certificate (PEM) and its key."""
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    ).decode()
-    (folder / "server.pem").write_text(private + certificate)
+    (folder / "server.pem").write_text(write_key(key) + certificate)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem")
     return context

@@ -133,7 +133,7 @@ STANDALONE = ("controlplane/launcher/", "controlplane/env.py", "muster", "tools/
 """Runs before anything is installed: standard library, and the modules of ours that hold to the same."""
 AFTER_INSTALLING = {
     ("controlplane/launcher/ports.py", "psutil"), ("controlplane/launcher/processes.py", "psutil"),
-    ("controlplane/env.py", "core.valkey"),
+    ("controlplane/env.py", "core.valkey"), ("controlplane/launcher/up.py", "controlplane.tls"),
 }  # fmt: skip
 """What is loaded once the packages are there: modules of the launcher by a command, ``core.valkey`` by the settings."""
 STANDALONE_OURS = (

@@ -30,6 +30,7 @@ READERS = {
     "read_bool",
     "read_list",
     "read_networks",
+    "read_path",
     "read_log_level",
     "read_valkey",
     "read_choice",

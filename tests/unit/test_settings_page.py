@@ -34,6 +34,8 @@ MUSTER_ALLOWED_HOSTS | `localhost,127.0.0.1,[::1]` | Hosts, without a port, unde
 `./muster up` adds its own
 MUSTER_CSRF_TRUSTED_ORIGINS | empty | `https://muster.example.com`, when a proxy changes host or scheme
 MUSTER_BEHIND_TLS | off | A TLS proxy stands in front: secure cookies, HSTS, and a trusted proxy's `X-Forwarded-Proto` counts
+MUSTER_TLS_CERT | empty | Path of a certificate with its chain (PEM): the servers speak TLS themselves. Also `--tls-cert`
+MUSTER_TLS_KEY | the one above | Path of its key, without a passphrase. Also `--tls-key`
 MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of proxies: `127.0.0.1,10.0.0.0/28`. The last address in \
 `X-Forwarded-For` that is none of them is the client's, for throttles and logs
 MUSTER_LOG_LEVEL | `info` | `debug` (`trace`), `info`, `warning` (`warn`), `error`, `critical`. For nodes too

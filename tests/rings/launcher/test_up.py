@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from controlplane.env import LOG_LEVELS
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.processes import find_by_directory, identify
 from tests.fakes.control_process import free_port
+from tests.fakes.tls import Authority, make_key, write_key
 from tests.fakes.waiting import wait_until
 from wire.contract import OPEN_REQUEST_STATES
 
@@ -102,6 +104,18 @@ def test_a_production_environment_has_no_warning_and_one_without_its_proxy_has(p
     }  # fmt: skip
     ended = run("manage.py", "check", "--deploy", "--fail-level", "WARNING", variables=settings)
     assert (ended.returncode, found in ended.stderr) == (1 if found else 0, True), ended.stderr
+
+
+@pytest.mark.parametrize("program", ["controlplane.serve_control", "controlplane.serve_gateway", "up"])
+def test_a_certificate_that_cannot_be_used_stops_a_server_with_one_line(program: str, tmp_path: Path) -> None:
+    pair = Authority().write_pair(tmp_path, host="localhost")
+    pair.key.write_text(write_key(make_key()))
+    words = ["muster", "up", "--data", str(tmp_path / "data")] if program == "up" else ["-m", program, "--port", "0"]
+    ended = run(*words, "--tls-cert", str(pair.certificate), "--tls-key", str(pair.key))
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
+    said = r"muster.*: the key in \S+/key.pem does not belong to the first certificate in \S+/cert.pem\. .*"
+    assert re.fullmatch(said, ended.stderr.splitlines()[-1])
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_busy_port_stops_a_server_with_one_line_and_who_signs_on_a_desk_needs_nothing_of_it(tmp_path: Path) -> None:
@@ -298,6 +312,60 @@ def test_down_stops_everything_and_takes_the_ready_file_back(installation: Insta
     assert installation.process.wait(timeout=60) == 0
     assert (installation.is_empty(), installation.ready_file.exists()) == (True, False)
     assert installation.run("down").stdout.startswith("Not running:")
+
+
+def test_up_speaks_tls_to_a_node_that_knows_its_ca_and_shows_a_renewed_certificate_to_who_comes_next() -> None:
+    with lend_installation() as installation:
+        authority, folder = Authority(), installation.directory.parent
+        pair, trust = authority.write_pair(folder, host="localhost"), authority.make_trust()
+        (folder / "ca.pem").write_text(authority.certificate)
+        ready = installation.start("--no-node", "--tls-cert", str(pair.certificate), "--tls-key", str(pair.key))
+        said = installation.said()
+        address = re.search(r"Gateway +(https://localhost:\d+)/v1\n", said)
+        assert address is not None, said
+        assert re.match(r"https://localhost:\d+\Z", ready["public_url"])
+        with httpx.Client(verify=trust, headers={"authorization": f"Bearer {ready['api_key']}"}, timeout=60) as client:
+            page = client.get(f"{ready['public_url']}/sign-in/", headers={"accept": "text/html"})
+            assert page.headers["set-cookie"].startswith("__Host-csrftoken=")
+            assert "strict-transport-security" not in page.headers, "other ports of this host may be plain"
+            token = re.search(r'name="csrfmiddlewaretoken" value="([^"]+)"', page.text)
+            assert token is not None
+            form = {"name": "admin", "password": ready["admin"]["password"], "csrfmiddlewaretoken": token[1]}
+            signed_in = client.post(f"{ready['public_url']}/sign-in/", data=form, headers={"origin": ready["public_url"]})
+            assert (signed_in.status_code, "secure" in signed_in.headers["set-cookie"].lower()) == (302, True)
+
+            token_file = folder / "token"
+            token_file.write_text(ready["worker_secret"])
+            node = [*muster("node"), "--gateway", address[1], "--token-file", str(token_file), "--name", "private"]
+            untrusting = subprocess.Popen(node, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            assert untrusting.stdout is not None
+            with untrusting, untrusting.stdout as output:
+                assert any("name its CA with --gateway-ca FILE" in line for line in output)
+                untrusting.terminate()
+            with (
+                (folder / "node.log").open("w") as log,
+                subprocess.Popen([*node, "--gateway-ca", str(folder / "ca.pem")], stdout=log, stderr=log) as trusting,
+            ):
+                question = {"model": ready["model"], "messages": [{"role": "user", "content": "hello"}]}
+                chat = f"{address[1]}/v1/chat/completions"
+                try:
+                    installation.wait(lambda: client.post(chat, json={**question, "max_tokens": 3}).status_code == 200)
+                    endless = {**question, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+                    with client.stream("POST", chat, json=endless) as stream:
+                        pieces = stream.iter_raw()
+                        next(pieces)
+                        port = int(address[1].rpartition(":")[2])
+                        before = ssl.get_server_certificate(("127.0.0.1", port))
+                        authority.write_pair(folder, host="localhost")
+                        for name in ("gateway", "control"):
+                            os.kill(ready["pids"][name], signal.SIGHUP)
+                        installation.wait(lambda: ssl.get_server_certificate(("127.0.0.1", port)) != before)
+                        next(pieces)
+                finally:
+                    trusting.terminate()
+            assert client.get(f"{ready['public_url']}/healthz").status_code == 200
+        assert installation.run("down").returncode == 0
+        assert installation.is_empty()
 
 
 def test_sigterm_while_starting_leaves_nothing(installation: Installation) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import socket
+import ssl
 import sys
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from ipaddress import ip_network
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,11 +31,15 @@ from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.server import GatewayApp, GatewayServer, make_config
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from controlplane.launcher.ports import claim_port
+from controlplane.tls import ServedCertificate, load_pair, make_context
 from core.limits import GatewayLimits
 from core.outbox import Outbox
 from gateway.process import GatewayRuntime
 from gateway.request.response import admit_programs, refuse_unknown_socket
+from tests.fakes.control_process import free_port
+from tests.fakes.limits import set_limits
 from tests.fakes.server_door import GET, Scope, run_server, until
+from tests.fakes.tls import Authority
 from wire.client_address import TrustedProxies
 
 
@@ -82,15 +88,19 @@ class Streams:
         self.runtime.running_requests -= 1
 
 
+Tls = tuple[ssl.SSLContext, ServedCertificate]
+
+
 @asynccontextmanager
 async def run(
-    runtime: Runtime, app: Any, sockets: list[socket.socket] | None = None
+    runtime: Runtime, app: Any, sockets: list[socket.socket] | None = None, *, tls: Tls | None = None, plain_port: int = 0
 ) -> AsyncIterator[tuple[GatewayServer, int]]:
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, http=GatewayHttpProtocol, lifespan="off", interface="asgi3", log_config=None,
-        timeout_graceful_shutdown=20,
+        timeout_graceful_shutdown=20, ssl_context_factory=(lambda *_: tls[0]) if tls else None,
     )  # fmt: skip
-    server = GatewayServer(config, cast("GatewayRuntime", runtime))
+    certificate = tls[1] if tls else None
+    server = GatewayServer(config, cast("GatewayRuntime", runtime), certificate=certificate, plain_port=plain_port)
     async with run_server(server, sockets) as port:
         yield server, port
 
@@ -146,6 +156,51 @@ async def test_a_held_port_refuses_while_its_gateway_stops_and_is_served_again_b
                 async with asyncio.timeout(30):
                     assert (await reader.read()).endswith(b"4\r\nlast\r\n0\r\n\r\n")
                 writer.close()
+
+
+def open_tls(authority: Authority, folder: Path) -> Tls:
+    context = make_context()
+    certificate = ServedCertificate(authority.write_pair(folder, host="127.0.0.1"), partial(load_pair, context))
+    certificate.open()
+    return context, certificate
+
+
+async def test_a_renewed_certificate_is_shown_to_who_comes_next_and_a_stream_goes_on(tmp_path: Path) -> None:
+    runtime = Runtime()
+    app, plain_port = Streams(runtime), free_port()
+    authority = Authority()
+    trust, tls = authority.make_trust(), open_tls(authority, tmp_path)
+
+    async def see(port: int) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        return writer.get_extra_info("ssl_object").getpeercert(binary_form=True), reader, writer
+
+    async with run(runtime, app, tls=tls, plain_port=plain_port) as (_, port):
+        first, reader, writer = await see(port)
+        writer.write(GET)
+        await app.started.wait()
+        authority.write_pair(tmp_path, host="127.0.0.1")
+        assert tls[1].reload()
+        second, _, other = await see(port)
+        assert first != second
+        app.go.set()
+        async with asyncio.timeout(30):
+            assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(b"4\r\nlast\r\n0\r\n\r\n")
+        near, near_writer = await knock(plain_port)
+        near_writer.write(GET)
+        assert b"200 OK" in await near.readuntil(b"\r\n")
+        for each in (writer, other, near_writer):
+            each.close()
+
+
+async def test_who_shakes_no_hands_is_cut_off(tmp_path: Path) -> None:
+    set_limits(core={"tls_handshake_s": 0.1})
+    runtime = Runtime()
+    async with run(runtime, show_client, tls=open_tls(Authority(), tmp_path)) as (_, port):
+        reader, writer = await knock(port)
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+        writer.close()
 
 
 class FailingRuntime:

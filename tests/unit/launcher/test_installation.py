@@ -275,6 +275,7 @@ CREDENTIALS = Credentials(
 )  # fmt: skip
 NEAR = {"localhost", "127.0.0.1", "[::1]"}
 OUTSIDE = NEAR | {"192.168.1.4", "[fd00::4]", "gpu1", "gpu1.local"}
+NAMED = ["http://gpu1:8000", "http://gpu1.local:8000"]
 
 
 def make_installation(tmp_path: Path, host: str = "127.0.0.1") -> parts.Installation:
@@ -290,8 +291,8 @@ def make_installation(tmp_path: Path, host: str = "127.0.0.1") -> parts.Installa
     [
         ("127.0.0.1", "http://localhost:8000", NEAR, []),
         ("::1", "http://localhost:8000", NEAR, []),
-        ("0.0.0.0", "http://localhost:8000", OUTSIDE, ["http://192.168.1.4:8000"]),
-        ("::", "http://localhost:8000", OUTSIDE, ["http://[fd00::4]:8000"]),
+        ("0.0.0.0", "http://localhost:8000", OUTSIDE, ["http://192.168.1.4:8000", *NAMED]),
+        ("::", "http://localhost:8000", OUTSIDE, ["http://[fd00::4]:8000", *NAMED]),
         ("192.168.1.4", "http://192.168.1.4:8000", OUTSIDE, ["http://192.168.1.4:8000"]),
     ],
 )
@@ -423,10 +424,11 @@ def gateway_port() -> Iterator[int]:
 
 
 def test_a_part_is_ready_when_it_answers_200_and_a_model_when_the_holder_of_the_key_sees_it(gateway_port: int) -> None:
-    assert answers_ok("127.0.0.1", gateway_port, "/health")
-    assert not answers_ok("127.0.0.1", gateway_port, "/v1/models")
+    url = f"http://127.0.0.1:{gateway_port}"
+    assert answers_ok(url, "/health")
+    assert not answers_ok(url, "/v1/models")
     for key, model, is_listed in (("key", "muster-tiny", True), ("key", "another", False), ("wrong", "muster-tiny", False)):
-        assert lists_model("127.0.0.1", gateway_port, api_key=key, model=model) is is_listed
+        assert lists_model(url, api_key=key, model=model) is is_listed
     assert describe_unreachable(f"postgresql://u:p@127.0.0.1:{gateway_port}/db", default_port=5432) == ""
     assert describe_unreachable("redis://127.0.0.1/0", default_port=gateway_port) == ""
 
