@@ -35,6 +35,8 @@ _BOUNDS = {
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}\Z")
 Number = TypeVar("Number", int, float)
 
+LOG_FORMATS = ("auto", "json", "console")
+"""``wire.logs`` makes them; ``auto`` is text at a terminal and JSON elsewhere."""
 LOG_LEVELS = {
     "trace": "DEBUG",
     "debug": "DEBUG",

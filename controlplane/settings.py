@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from controlplane.env import (
+    LOG_FORMATS,
     collect_errors,
     raise_errors,
     read_address,
@@ -29,7 +30,7 @@ from gateway.values import RequestOutcome
 from governance.states import ApprovalState, RunState
 from wire.client_address import TrustedProxies
 from wire.contract import NodeMode, NodeStatus, RequestState
-from wire.logs import FORMATS
+from wire.logs import choose_format
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -254,13 +255,17 @@ SPECTACULAR_SETTINGS = {
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
 }
 
+_LOG_FORMAT = read_choice("MUSTER_LOG_FORMAT", dict.fromkeys(LOG_FORMATS, ""))
+LOG_FORMAT = choose_format(_LOG_FORMAT, is_terminal=sys.stderr.isatty())
+# Whether gateways write a line for each request: on, errors (those that were not served) or off.
+ACCESS_LOG = read_choice("MUSTER_ACCESS_LOG", {"on": "", "errors": "", "off": ""})
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {
         "line": {
             "()": "wire.logs.make_formatter",
-            "said": read_choice("MUSTER_LOG_FORMAT", dict.fromkeys(FORMATS, "")),
+            "said": _LOG_FORMAT,
             "is_terminal": sys.stderr.isatty(),
         },
     },

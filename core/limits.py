@@ -938,6 +938,18 @@ class GatewayLimits:
     # Longer than a month.
     budget_told_s: float = bound(32 * 86_400.0, "s", "What was told of a budget earlier says nothing of its day or month.")
     page_key_warning_s: float = bound(7 * 86_400.0, "s", "Overview names keys in use that end within it.")
+    # The access log
+    access_log_every: int = bound(
+        1,
+        "requests",
+        "One in so many served requests has a line; all others always.",
+        setting="MUSTER_ACCESS_LOG_EVERY",
+        minimum=1,
+    )
+    access_log_s: float = bound(0.02, "s", "Lines of requests that ended are handed to the thread that writes them.")
+    access_log_waiting: int = bound(10_000, "lines", "A further line is dropped and counted.")
+    access_log_batches: int = bound(100, "batches", "Lines are dropped and counted while nobody reads standard error.")
+    access_log_stop_s: float = bound(2.0, "s", "A gateway that stops waits no longer for its last lines to be written.")
     # The HTTP server of a gateway (controlplane.gateway_server)
     server_backlog: int = bound(2_048, "connections", "The kernel refuses a further connection that waits to be accepted.")
     server_tick_s: float = bound(1.0, "s", "The date that answers carry is renewed.")

@@ -18,9 +18,9 @@ from core.limits import limits
 from gateway.request.attempt import read_usage
 from gateway.request.dispatch import Dispatcher, Lease
 from gateway.request.models import Catalogue
-from gateway.request.records import Record, RecordWriter
+from gateway.request.records import RecordWriter
 from gateway.token_counts import exchange
-from gateway.values import CHAT_PATH, ModelEntry
+from gateway.values import CHAT_PATH, ModelEntry, Record
 from nodes.links import Link, LinkRegistry
 from nodes.session import OpenRequest
 from wire import clock

@@ -32,6 +32,8 @@ class GatewayError(ContractError):
     retryable = True
     default_message = "Internal server error processing request"
     state: RequestState = RequestState.FAILED
+    flag: str = "IE"
+    """What a line of the access log says of it."""
 
     def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message, param=param)
@@ -57,6 +59,7 @@ class Refused(GatewayError, retryable=False):
 class BadRequest(Refused, code=ErrorCode.BAD_REQUEST, status=400):
     """The body cannot be used as it is."""
 
+    flag = "BR"
     default_message = "The request could not be understood."
 
 
@@ -98,6 +101,7 @@ class UpgradeRequired(BadRequest, status=426):
 class InvalidApiKey(Refused, code=ErrorCode.INVALID_API_KEY, status=401):
     """No usable client key."""
 
+    flag = "UA"
     default_message = "API key is invalid. Incorrect API key provided: send a valid one as 'Authorization: Bearer mst_…'."
     """The first sentence is the contract's, the words after it are those by which LiteLLM knows what happened."""
 
@@ -105,11 +109,14 @@ class InvalidApiKey(Refused, code=ErrorCode.INVALID_API_KEY, status=401):
 class InvalidAdminToken(Refused, code=ErrorCode.INVALID_ADMIN_TOKEN, status=403):
     """No usable admin token; the relay contract answers 403."""
 
+    flag = "UA"
     default_message = "Admin token is missing or invalid. Send it as 'Authorization: Bearer msa_…'."
 
 
 class ModelUnknown(Refused, code=ErrorCode.MODEL_NOT_ALLOWED, status=404):
     """Nobody has ever heard of the model."""
+
+    flag = "NM"
 
 
 class ModelNotAllowed(ModelUnknown, status=400):
@@ -118,6 +125,8 @@ class ModelNotAllowed(ModelUnknown, status=400):
 
 class EndpointNotAnswered(BadRequest):
     """Nodes serve the model, and none of them answers it on this path."""
+
+    flag = "NE"
 
 
 class PathNotOffered(EndpointNotAnswered, code=ErrorCode.NOT_FOUND, status=404):
@@ -135,6 +144,7 @@ class ContextTooLong(BadRequest, code=ErrorCode.CONTEXT_LENGTH_EXCEEDED):
     ``prompt_tokens`` or more, because the engine stopped counting there.
     """
 
+    flag = "CL"
     default_message = "The prompt and the answer do not fit into the model's context window."
 
     def __init__(
@@ -173,6 +183,7 @@ class MaxTokensTooLarge(BadRequest, code=ErrorCode.MAX_TOKENS_TOO_LARGE):
 class RateLimited(GatewayError, code=ErrorCode.RATE_LIMITED, status=429):
     """The key used up its requests for now."""
 
+    flag = "RL"
     state = RequestState.REJECTED
     default_message = "Rate limit exceeded."
 
@@ -180,6 +191,7 @@ class RateLimited(GatewayError, code=ErrorCode.RATE_LIMITED, status=429):
 class BudgetExhausted(RateLimited):
     """A limit or budget of the key or its tenant, over all gateways, is used up for now."""
 
+    flag = "BX"
     default_message = "The budget is used up."
 
 
@@ -192,12 +204,14 @@ class OriginNotPermitted(Refused, code=ErrorCode.NOT_PERMITTED, status=403):
 class NoAvailableNode(GatewayError, code=ErrorCode.NO_AVAILABLE_NODE, status=503):
     """No node can serve this now."""
 
+    flag = "NN"
     default_message = "No workers available to handle request"
 
 
 class QueueFull(NoAvailableNode):
     """The model's queue is at its bound."""
 
+    flag = "QF"
     state = RequestState.REJECTED
     default_message = "Service temporarily at capacity, please retry"
 
@@ -235,6 +249,7 @@ class NodeUnhealthy(NoAvailableNode, code=ErrorCode.NODE_UNHEALTHY):
 class RecordsUnavailable(NoAvailableNode):
     """The request cannot be written down, so it is not accepted."""
 
+    flag = "DB"
     state = RequestState.REJECTED
     default_message = "The request could not be recorded and was not accepted; please retry"
 
@@ -242,6 +257,7 @@ class RecordsUnavailable(NoAvailableNode):
 class BudgetUnknown(NoAvailableNode):
     """Nobody can say what is left of a budget, so the request is not accepted."""
 
+    flag = "BU"
     state = RequestState.REJECTED
     default_message = "What is left of the budget cannot be checked now; please retry"
 
@@ -249,18 +265,21 @@ class BudgetUnknown(NoAvailableNode):
 class QueueTimeout(GatewayError, code=ErrorCode.REQUEST_TIMEOUT, status=504, retry_after_s=5):
     """Waited as long as it may."""
 
+    flag = "QT"
     default_message = "Request timed out waiting for worker"
 
 
 class RequestTimeout(QueueTimeout):
     """Ran as long as it may."""
 
+    flag = "RT"
     default_message = "The request exceeded its time limit"
 
 
 class ForwardedRequestFailed(GatewayError, code=ErrorCode.FORWARDED_REQUEST_FAILED, status=502):
     """The node or its engine failed."""
 
+    flag = "UF"
     default_message = "The selected node failed while processing the request."
 
 
@@ -269,6 +288,8 @@ class EngineRefused(GatewayError, code=ErrorCode.FORWARDED_REQUEST_FAILED, statu
 
     ``blame``: whose fault it is, by default what the status says. Only what the caller can mend ends as a refused request.
     """
+
+    flag = "ER"
 
     def __init__(
         self,
@@ -290,12 +311,14 @@ class EngineRefused(GatewayError, code=ErrorCode.FORWARDED_REQUEST_FAILED, statu
 class StreamTooLarge(ForwardedRequestFailed):
     """The answer grew over the ceiling."""
 
+    flag = "TL"
     default_message = "stream exceeded size limit"
 
 
 class RequestInterrupted(GatewayError, code=ErrorCode.REQUEST_INTERRUPTED, status=503):
     """The node was lost or taken back."""
 
+    flag = "UC"
     state = RequestState.INTERRUPTED
     default_message = "The request was interrupted because the node was reclaimed or lost."
 
@@ -303,18 +326,21 @@ class RequestInterrupted(GatewayError, code=ErrorCode.REQUEST_INTERRUPTED, statu
 class RequeueExhausted(RequestInterrupted):
     """Several nodes were lost with it."""
 
+    flag = "RX"
     default_message = "Request could not be processed after multiple attempts"
 
 
 class ShuttingDown(RequestInterrupted):
     """The gateway stops."""
 
+    flag = "SD"
     default_message = "Service temporarily unavailable while workers shut down"
 
 
 class ClientLeft(GatewayError, code=ErrorCode.CLIENT_CLOSED_REQUEST, status=499, retryable=False):
     """The client closed its connection; nobody reads what we would say."""
 
+    flag = "DC"
     state = RequestState.CANCELLED
     default_message = "The client closed the connection"
 
@@ -322,4 +348,5 @@ class ClientLeft(GatewayError, code=ErrorCode.CLIENT_CLOSED_REQUEST, status=499,
 class ClientTooSlow(ClientLeft):
     """The client did not read its answer."""
 
+    flag = "SC"
     default_message = "The client did not read its answer in time"

@@ -48,6 +48,10 @@ QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")
 
+ACCESS_LINES_DROPPED = Counter(
+    "muster_access_lines_dropped_total", "Lines of the access log that were not written: nobody read them in time"
+)
+
 
 class _Timing:
     __slots__ = ("counts", "total")

@@ -36,6 +36,7 @@ from gateway import metrics
 from gateway.canary import Canaries
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
+from gateway.request.access_log import AccessMode, open_access_log
 from gateway.request.budgets import Budgets, Valkey
 from gateway.request.dispatch import Dispatcher
 from gateway.request.identity import KeyRing, RateLimiter
@@ -151,6 +152,7 @@ class GatewayRuntime:
             find_others=lambda: self.keeper.other_gateways,
             currency=settings.CURRENCY,
         )
+        self.access = open_access_log(AccessMode(settings.ACCESS_LOG), self.limits, is_json=settings.LOG_FORMAT == "json")
         self.pipeline = Pipeline(
             gateway_id=self.gateway_id,
             keys=self.keys,
@@ -162,6 +164,7 @@ class GatewayRuntime:
             limits=self.limits,
             budgets=self.budgets,
             traces=open_traces(os.environ, service="muster-gateway", instance=self.gateway_id.hex),
+            access=self.access,
         )
         self.canaries = Canaries(
             gateway_id=self.gateway_id,
@@ -263,6 +266,8 @@ class GatewayRuntime:
         await self.records.stop()
         if self.pipeline.traces is not None:
             await asyncio.to_thread(self.pipeline.traces.close)
+        if self.access is not None:
+            self.access.stop()
         try:
             await run_upkeep(self._unregister_process)
         except DatabaseError:

@@ -387,3 +387,47 @@ def read_whole_number(kind: type[Any], value: Any) -> Any:  # Any: msgspec's hoo
     if type(value) is float and value.is_integer():
         return int(value)
     raise ValueError(f"Expected `int`, got `{type(value).__name__}`")
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One row of ``gateway_requestrecord``; field names are column names. Set ``state`` last: it is what makes it final."""
+
+    id: uuid.UUID
+    created_at: datetime
+    gateway_id: uuid.UUID
+    tenant: str
+    key_id: uuid.UUID
+    key_name: str
+    endpoint: str
+    model: str
+    is_streaming: bool
+    state: RequestState = RequestState.QUEUED
+    error_code: str | None = None
+    status_code: int | None = None
+    node_id: uuid.UUID | None = None
+    node_name: str = ""
+    attempts: int = 0
+    max_tokens: int | None = None
+    prompt_tokens_est: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, those that the node had cached."""
+    tokens_estimated: bool = False
+    bytes_out: int = 0
+    queue_ms: int | None = None
+    ttfb_ms: int | None = None
+    latency_ms: int | None = None
+    finished_at: datetime | None = None
+    engine_error: str = ""
+    """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
+    lost_attempts: str = ""
+    """A line for each node that failed before another one got the request: its id in hex, the model, and behind a tab each the
+    milliseconds since the record was made, and why (``RetryReason``).
+    """
+    asked_model: str = ""
+    """What the client asked for, where ``model`` (which answers) has another name."""
+    reserved_tokens: int | None = None
+    reserved_micros: int | None = None
+    decision: Decided | None = None
+    """Why it went to its node, where it had a choice."""

@@ -31,10 +31,10 @@ from gateway.request.dispatch import Job, Lease
 from gateway.request.identity import RateState
 from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline
-from gateway.request.records import COMPLETED, Record, count_tokens
+from gateway.request.records import COMPLETED, count_tokens
 from gateway.request.response import admit_origin, id_headers, name_node, render_head
 from gateway.request.traces import RequestTrace, begin_trace
-from gateway.values import Header, InferenceRequest, ModelEntry
+from gateway.values import Header, InferenceRequest, ModelEntry, Record
 from gateway.views.endpoints import Inference
 from nodes.links import EndKind, LinkEnd, Sink, Stream
 from nodes.links.ejections import Trial, Verdict
@@ -463,7 +463,8 @@ class FastRequest(KnownCycle, Sink):
         record = self._record
         assert record is not None
         self._path.running.discard(self)
-        self._path.pipeline.recorder.count(record, self.started)
+        trace = "" if self._trace is None else self._trace.trace_id
+        self._path.pipeline.recorder.count(record, self.started, bytes_in=len(self.request.body), trace=trace)
         if self._reservation is not None:
             self._path.pipeline.settle(self._reservation, record)
         if self._trace is not None:
@@ -540,6 +541,7 @@ class FastRequest(KnownCycle, Sink):
         client = inference.make_client(scope, self._head.headers, self.request.body)
         extra: list[Header] = [*id_headers(self.request_id, is_anthropic=False), *self._rate.headers()]
         call = Call(client, inference.surface, record.id, self.request_id, extra, started=self.started)
+        call.bytes_in = len(self.request.body)
         job = call.job = pipeline.dispatcher.new_job(
             request_id=self.request_id,
             candidates=[Candidate(entry, self.request)],

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from controlplane.env import read_choice, read_float, read_list, read_text
+from controlplane.env import LOG_FORMATS, read_choice, read_float, read_list, read_text
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.installation import Credentials, Place, credentials_path
 from controlplane.launcher.postgres import Postgres
@@ -20,7 +20,6 @@ from controlplane.launcher.processes import Command
 from controlplane.launcher.supervisor import PartSpec
 from controlplane.launcher.valkey import Valkey
 from core.limits import limits
-from wire.logs import FORMATS, choose_format
 
 STOP_ORDER = (("node",), ("gateway",), ("worker", "control"), ("valkey",), ("postgres",))
 RUN_ID_VARIABLE = "MUSTER_RUN_ID"
@@ -300,8 +299,8 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
 
 def _log_format() -> dict[str, str]:
     """Return the form of the logs of the parts: they are files, and whoever started the launcher at a terminal reads them."""
-    said = read_choice("MUSTER_LOG_FORMAT", dict.fromkeys(FORMATS, ""))
-    return {"MUSTER_LOG_FORMAT": choose_format(said, is_terminal=sys.stderr.isatty())}
+    said = read_choice("MUSTER_LOG_FORMAT", dict.fromkeys(LOG_FORMATS, ""))
+    return {"MUSTER_LOG_FORMAT": said if said != "auto" else "console" if sys.stderr.isatty() else "json"}
 
 
 def node_environment(shell: Mapping[str, str]) -> dict[str, str]:

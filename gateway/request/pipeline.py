@@ -35,6 +35,7 @@ from gateway.errors import (
     RequeueExhausted,
     ShuttingDown,
 )
+from gateway.request.access_log import AccessLog, Refused
 from gateway.request.attempt import Exchange, KeepAlive
 from gateway.request.budgets import Budgets, Reservation
 from gateway.request.candidates import Candidate
@@ -44,22 +45,12 @@ from gateway.request.failover import FailoverSlots
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, choose_priority
 from gateway.request.outcomes import Broken, Outcome, Retry, RetryReason, Served
-from gateway.request.records import (
-    BUGGED,
-    COMPLETED,
-    TORN_DOWN,
-    Ending,
-    Record,
-    Recorder,
-    RecordWriter,
-    count_tokens,
-    name_model,
-)
+from gateway.request.records import BUGGED, COMPLETED, TORN_DOWN, Ending, Recorder, RecordWriter, count_tokens, name_model
 from gateway.request.response import id_headers, name_header, name_node, refuse
 from gateway.request.stored import StoragePlan, keep_answer, mark_unkept, plan_storage
 from gateway.request.traces import RequestTrace, begin_trace
 from gateway.token_counts import TokenCounter, run_beside
-from gateway.values import CHAT_PATH, Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
+from gateway.values import CHAT_PATH, Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Record, Unmatched
 from nodes.links import Link
 from nodes.links.ejections import Trial
 from nodes.states import POOL_RESPONSES
@@ -126,6 +117,8 @@ class Call:
     """clock.monotonic() seconds."""
     caller: Caller = field(init=False)
     """Set once it is identified."""
+    bytes_in: int = 0
+    """Of its body."""
     record: Record | None = None
     job: Job | None = None
     plan: Plan | None = None
@@ -141,13 +134,28 @@ class Call:
     trace: RequestTrace | None = None
     accepted: asyncio.Future[None] | None = None
     """Done when its row is durable; until then the client gets nothing of what is said."""
+    refused: InferenceRequest | None = None
+    """What was read of it when it was refused, before it had a record."""
 
     def describe(self) -> dict[str, object]:
         """Return what a line of the log says of it."""
         said: dict[str, object] = {"request": self.request_id}
         if self.record is not None:
             said |= {"tenant": self.record.tenant, "model": self.record.model, "node": self.record.node_name}
+        if self.trace is not None:
+            said["trace"] = self.trace.trace_id
         return said
+
+    @property
+    def trace_id(self) -> str:
+        return "" if self.trace is None else self.trace.trace_id
+
+    def name_refused(self) -> Refused:
+        """Return what the log says of it where it has no record."""
+        request = self.refused or (self.job.request if self.job is not None else None)
+        return Refused(
+            self.record_id, self.surface.path, self.client.address, getattr(self, "caller", None), request, self.trace_id
+        )
 
 
 @dataclass(slots=True)
@@ -164,6 +172,8 @@ class Pipeline:
     limits: GatewayLimits
     budgets: Budgets | None = None
     """None: no caller has any."""
+    access: AccessLog | None = None
+    """None: no request has a line in the access log."""
     say_failover: Callable[[Call, Job, Link], Awaitable[bytes]] | None = None
     """Returns the event that tells the client of a stream which nobody goes on with where else to ask."""
     traces: Traces | None = None
@@ -176,7 +186,7 @@ class Pipeline:
     failover: FailoverSlots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.gateway_id, self.records)
+        self.recorder = Recorder(self.gateway_id, self.records, access=self.access)
         self.failover = FailoverSlots(self.dispatcher, most=self.limits.failover_slots, requeues=self.limits.max_requeues)
 
     async def serve(self, client: ClientConnection, surface: Surface) -> None:
@@ -198,6 +208,7 @@ class Pipeline:
         client = call.client
         call.caller = await self.keys.identify(client.headers, address=client.address)
         body = await client.read_body(self.limits.max_audio_bytes if call.surface.is_form else None)
+        call.bytes_in = len(body)
         record, job = await self._admit(call, body)
         return await self._answer(call, job, record)
 
@@ -229,9 +240,11 @@ class Pipeline:
             if ending is TORN_DOWN and not self.is_stopping:
                 ending = BUGGED
             if call.record is not None:
-                self.recorder.finish(call.record, call.exchange, call.started, ending)
+                self.recorder.finish(
+                    call.record, call.exchange, call.started, ending, bytes_in=call.bytes_in, trace=call.trace_id
+                )
             elif ending.error is not None:
-                self.recorder.count_refusal(ending.error)
+                self.recorder.count_refusal(ending.error, call.name_refused())
             if call.reservation is not None:
                 self.settle(call.reservation, call.record)
             if call.trace is not None:
@@ -269,7 +282,7 @@ class Pipeline:
         ending = await self._conclude(call, job, outcome, record)
         if isinstance(outcome, Served) and not exchange.is_delivered:
             self.recorder.fill_in(record, exchange, call.started, ending)
-            self.recorder.count(record, call.started)
+            self.recorder.count(record, call.started, error=ending.error, bytes_in=call.bytes_in, trace=call.trace_id)
             await self.records.finish(record)  # a client that has the whole answer has it recorded, even if we die
             exchange.deliver(exchange.last)
             await client.drain()
@@ -389,8 +402,8 @@ class Pipeline:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
                 call.extra += rate.headers(is_anthropic=surface.is_anthropic)
-            refused = request or InferenceRequest(endpoint=surface.path, paths=surface.paths, model="")
-            self.recorder.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
+            call.refused = request or InferenceRequest(endpoint=surface.path, paths=surface.paths, model="")
+            self.recorder.record_refusal(error, caller, call.refused, call.record_id, asked_model=asked_model)
             raise
         call.job, job.trace = job, call.trace
         if request.options is not None:

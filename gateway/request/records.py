@@ -34,60 +34,16 @@ from core.limits import limits
 from gateway import metrics
 from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
 from gateway.metrics import RECORDS_DROPPED
+from gateway.request.access_log import AccessLog, Refused, make_line, make_refusal_line
 from gateway.request.identity import RateLimiter
 from gateway.services.usage import ADD_USAGE, RECORDED
-from gateway.values import Caller, Decided, InferenceRequest, RequestOutcome, judge_outcome
+from gateway.values import Caller, Decided, InferenceRequest, Record, RequestOutcome, judge_outcome
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 from wire.ids import format_id
 
 logger = logging.getLogger("muster.records")
-
-
-class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One row of ``gateway_requestrecord``; field names are column names. Set ``state`` last: it is what makes it final."""
-
-    id: uuid.UUID
-    created_at: datetime
-    gateway_id: uuid.UUID
-    tenant: str
-    key_id: uuid.UUID
-    key_name: str
-    endpoint: str
-    model: str
-    is_streaming: bool
-    state: RequestState = RequestState.QUEUED
-    error_code: str | None = None
-    status_code: int | None = None
-    node_id: uuid.UUID | None = None
-    node_name: str = ""
-    attempts: int = 0
-    max_tokens: int | None = None
-    prompt_tokens_est: int = 0
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    """Of the prompt, those that the node had cached."""
-    tokens_estimated: bool = False
-    bytes_out: int = 0
-    queue_ms: int | None = None
-    ttfb_ms: int | None = None
-    latency_ms: int | None = None
-    finished_at: datetime | None = None
-    engine_error: str = ""
-    """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
-    lost_attempts: str = ""
-    """A line for each node that failed before another one got the request: its id in hex, the model, and behind a tab each the
-    milliseconds since the record was made, and why (``RetryReason``).
-    """
-    asked_model: str = ""
-    """What the client asked for, where ``model`` (which answers) has another name."""
-    reserved_tokens: int | None = None
-    reserved_micros: int | None = None
-    decision: Decided | None = None
-    """Why it went to its node, where it had a choice."""
-
 
 _SQL = {
     uuid.UUID: "uuid",
@@ -172,6 +128,8 @@ class Recorder:
     _refusals: RateLimiter = field(default_factory=RateLimiter)
     logs_dispatch: bool = field(default_factory=lambda: logger.isEnabledFor(logging.DEBUG))
     """Whether the log says of each request which node got it: at the level ``debug``."""
+    access: AccessLog | None = None
+    """None: nobody wants lines."""
 
     def make_record(self, record_id: uuid.UUID, caller: Caller, request: InferenceRequest, *, asked_model: str = "") -> Record:
         """Return the row of a request, not written yet. ``asked_model``: the client's name for the model, if another."""
@@ -207,9 +165,12 @@ class Recorder:
         record.state = RequestState.REJECTED
         self.records.add_final(record)
 
-    def count_refusal(self, error: GatewayError) -> None:
+    def count_refusal(self, error: GatewayError, refused: Refused) -> None:
         metrics.REFUSALS.labels(error.code).inc()
-        metrics.COUNTERS.count(judge_outcome(error.state, error.status) or RequestOutcome.FAILED)
+        outcome = judge_outcome(error.state, error.status) or RequestOutcome.FAILED
+        metrics.COUNTERS.count(outcome)
+        if self.access is not None and not self.access.skips(outcome):
+            self.access.add(make_refusal_line, clock.now(), error, outcome, refused)
 
     def forget_idle(self) -> None:
         self._refusals.forget_idle()
@@ -273,11 +234,20 @@ class Recorder:
         # Last, because the writer may read the row at any moment.
         record.state = ending.state
 
-    def finish(self, record: Record, progress: AnswerProgress | None, started: float, ending: Ending) -> None:
+    def finish(
+        self,
+        record: Record,
+        progress: AnswerProgress | None,
+        started: float,
+        ending: Ending,
+        *,
+        bytes_in: int = 0,
+        trace: str = "",
+    ) -> None:
         """Write the final state, once; a request that was torn down (the gateway stops) ends as interrupted."""
         if record.state in OPEN_REQUEST_STATES:
             self.fill_in(record, progress, started, ending)
-            self.count(record, started)
+            self.count(record, started, error=ending.error, bytes_in=bytes_in, trace=trace)
             self.records.touch(record)
 
     def fill_in(self, record: Record, progress: AnswerProgress | None, started: float, ending: Ending) -> None:
@@ -291,18 +261,24 @@ class Recorder:
         record.latency_ms = int((clock.monotonic() - started) * 1000)
         self._seal(record, ending)
 
-    def count(self, record: Record, started: float) -> None:
+    def count(
+        self, record: Record, started: float, *, error: GatewayError | None = None, bytes_in: int = 0, trace: str = ""
+    ) -> None:
+        """Count a request that has ended, once, and have it logged."""
+        outcome = judge_outcome(record.state, record.status_code) or RequestOutcome.FAILED
         metrics.COUNTERS.in_flight -= 1
         metrics.COUNTERS.add(
             model=record.model,
             state=record.state,
-            outcome=judge_outcome(record.state, record.status_code) or RequestOutcome.FAILED,
+            outcome=outcome,
             latency_s=clock.monotonic() - started,
             ttfb_ms=record.ttfb_ms,
             queue_ms=record.queue_ms,
             prompt_tokens=record.prompt_tokens,
             completion_tokens=record.completion_tokens,
         )
+        if self.access is not None and not self.access.skips(outcome):
+            self.access.add(make_line, record, error, outcome, bytes_in, trace)
 
 
 def name_model(record: Record, model: str, *, asked_model: str) -> None:

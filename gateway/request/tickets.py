@@ -19,13 +19,14 @@ from core.limits import limits
 from gateway import metrics
 from gateway.dialects.body import check_model_name, read_fault, read_options
 from gateway.errors import BadRequest, ClientLeft, GatewayError, RateLimited, RecordsUnavailable, ShuttingDown, TicketUnknown
+from gateway.request.access_log import Refused
 from gateway.request.budgets import Reservation
 from gateway.request.candidates import Candidate, choose_path
 from gateway.request.client import ClientConnection
 from gateway.request.dispatch import Job, Lease, Ready
 from gateway.request.models import choose_priority
 from gateway.request.pipeline import Call, Pipeline
-from gateway.request.records import Ending, Record, name_model
+from gateway.request.records import Ending, name_model
 from gateway.services.tickets import EndedRequest
 from gateway.values import (
     CHAT_PATH,
@@ -33,6 +34,7 @@ from gateway.values import (
     Caller,
     Header,
     InferenceRequest,
+    Record,
     RequestOutcome,
     WholeNumber,
     judge_outcome,
@@ -252,7 +254,8 @@ class TicketOffice:
             if isinstance(error, RateLimited):
                 extra += pipeline.limiter.peek(caller.key_id, caller.requests_per_minute).headers()
             pipeline.recorder.record_refusal(error, caller, request, record_id, asked_model=model)
-            pipeline.recorder.count_refusal(error)
+            refused = Refused(record_id, TICKETS_PATH, client.address, caller, request)
+            pipeline.recorder.count_refusal(error, refused)
             raise
 
     async def _reserve(

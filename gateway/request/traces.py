@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from gateway.errors import GatewayError
 from gateway.request.dispatch import QueuePlace
 from gateway.request.outcomes import Broken, Outcome, Retry, Served
-from gateway.request.records import Record
-from gateway.values import RequestOutcome, judge_outcome
+from gateway.values import Record, RequestOutcome, judge_outcome
 from nodes.links import Link
 from nodes.links.http import HttpLink
 from wire import clock
@@ -33,6 +32,11 @@ class RequestTrace:
     attempt: Span | None = None
     _attempt: dict[str, str | int] | None = None
     _asked_at: float = 0.0
+
+    @property
+    def trace_id(self) -> str:
+        """In hex, for logs."""
+        return self.span.trace_id
 
     def note_wait(self, since: float, *, reason: str, place: QueuePlace | None) -> None:
         """Add that the request waited until now. ``reason``: what for."""

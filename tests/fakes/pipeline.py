@@ -30,10 +30,10 @@ from gateway.request.dispatch import Dispatcher, Job
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
 from gateway.request.pipeline import Pipeline
-from gateway.request.records import WRITE, Record, RecordWriter, connect_records
+from gateway.request.records import WRITE, RecordWriter, connect_records
 from gateway.routing import Alias
 from gateway.token_counts import TokenCounter
-from gateway.values import Budget, BudgetKind, Caller, InferenceRequest, ModelEntry, OwnedBudget, Priority
+from gateway.values import Budget, BudgetKind, Caller, InferenceRequest, ModelEntry, OwnedBudget, Priority, Record
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.states import Windows

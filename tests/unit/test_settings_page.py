@@ -43,6 +43,8 @@ MUSTER_LOG_FORMAT | `auto` | `json`, `console`, or `auto`: text where standard e
 OTEL_EXPORTER_OTLP_ENDPOINT | empty | Where [traces](observe.md#traces) go: `http://localhost:4318`. Empty = none are made. \
 For nodes too, as OpenTelemetry's other variables
 OTEL_TRACES_SAMPLER | `parentbased_always_on` | Which are kept, with `OTEL_TRACES_SAMPLER_ARG`
+MUSTER_ACCESS_LOG | `on` | [A line for each request](observe.md#access-log): `on`, `errors` (those that were not served), `off`
+MUSTER_ACCESS_LOG_EVERY
 MUSTER_LANGUAGE | `en` | Language of mail and chat messages: `en`, `de`. Pages take the reader's
 MUSTER_ADMIN_PAGES | on | Off saves gateways and workers a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes

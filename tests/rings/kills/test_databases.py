@@ -31,7 +31,8 @@ from gateway.errors import RecordsUnavailable
 from gateway.process import GatewayRuntime
 from gateway.request.identity import KeyRing
 from gateway.request.models import Catalogue
-from gateway.request.records import Record, RecordWriter
+from gateway.request.records import RecordWriter
+from gateway.values import Record
 from governance.models import AuditEvent, Operation
 from tests.fakes.audit_logs import LOG_KEY, database_url, judge_database, raw_connection, sizes
 from tests.fakes.control_process import frozen, in_thread

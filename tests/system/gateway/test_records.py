@@ -17,8 +17,9 @@ from core.limits import limits
 from gateway import metrics
 from gateway.errors import RecordsUnavailable
 from gateway.request import records as record_sql
-from gateway.request.records import Record, RecordWriter
+from gateway.request.records import RecordWriter
 from gateway.services.requests import close_orphaned_requests
+from gateway.values import Record
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import ACCEPT_S, Rows, count, is_waited_for, make_record, read, written
 from tests.fakes.waiting import DEADLINE_S, eventually

@@ -1,4 +1,4 @@
-"""A request is answered, recorded and counted alike whether its head was known or went through the parser and ASGI."""
+"""A request is answered, recorded, counted and logged alike whether its head was known or went through the parser and ASGI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import uvicorn
 from hypothesis import given
@@ -24,6 +24,7 @@ from controlplane.gateway_server.server import GatewayApp
 from core.limits import limits
 from gateway import metrics
 from gateway.process import GatewayRuntime
+from gateway.request.access_log import AccessLog, AccessMode, write_json
 from gateway.request.client import Receive, Scope, Send
 from gateway.urls import make_inference
 from nodes.links import EndKind, Sink
@@ -156,13 +157,14 @@ def asks(draw: st.DrawFn) -> Ask:
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of a request: bytes to its client, rows, and what was counted."""
+    """What became of a request: bytes to its client, rows, what was counted, and its line in the access log."""
 
     said: bytes
     is_over: bool
     rows: list[dict[str, Any]]
     counted: dict[str, float]
     asked: int
+    lines: list[bytes]
 
 
 class CountedRequests(KnownRequests):
@@ -193,6 +195,10 @@ class Lane:
     def __init__(self, *, is_known: bool) -> None:
         self.database = MemoryDatabase()
         self.gateway = Gateway(connect=self.database.connect, limits=limits().gateway)
+        self.lines: list[bytes] = []
+        stream = SimpleNamespace(write=self.lines.append, flush=lambda: None)
+        self.access = AccessLog(AccessMode.ON, self.gateway.limits, stream=cast("BinaryIO", stream), write_line=write_json)
+        self.gateway.pipeline.recorder.access = self.access
         self.node = Node(name="node", node_id=uuid.UUID(int=7))
         self.node.windows = Windows(1e9, 1e9, 1e9)
         self.node.reports_usage = True
@@ -241,7 +247,11 @@ class Lane:
         said = b"" if ask.client == "leaves" else bytes(self.transport.said[said_before:])
         rows = [row for key, row in self.database.rows.items() if key not in rows_before]
         counted = {name: value - before.get(name, 0.0) for name, value in count().items() if value != before.get(name, 0.0)}
-        return Seen(mask(said), self.transport.is_over, [strip(row) for row in rows], counted, self.node.asked)
+        self.access.stop()
+        lines, self.lines[:] = [mask(line) for batch in self.lines for line in batch.splitlines()], []
+        ended = sum(number for name, number in counted.items() if name.startswith("muster_request_outcomes"))
+        assert len(lines) == ended, "each request has one line"
+        return Seen(mask(said), self.transport.is_over, [strip(row) for row in rows], counted, self.node.asked, lines)
 
     async def _behave(self, client: str) -> None:
         """Do what the client does beside reading."""

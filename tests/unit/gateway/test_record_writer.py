@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.metrics import RECORDS_DROPPED
-from gateway.request.records import Record, RecordWriter
+from gateway.request.records import RecordWriter
+from gateway.values import Record
 from tests.fakes.examples import examples
 from tests.fakes.pipeline import MemoryDatabase, make_record
 from tests.fakes.virtual_loop import VirtualLoop
