@@ -11,6 +11,7 @@ from django.conf import settings
 from django.contrib.admin.apps import AdminConfig, SimpleAdminConfig
 from django.contrib.auth.decorators import login_not_required
 from django.core.checks import WARNING, CheckMessage, Error, register
+from django.db.models.signals import post_migrate
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, URLResolver, path, reverse
@@ -95,6 +96,14 @@ class MusterAdminConfig(AdminConfig):
         else:
             # Pages that nobody opens cost a process a second and 15 MB.
             SimpleAdminConfig.ready(self)
+        # The last application that has models: the permissions of all others exist by then.
+        post_migrate.connect(make_roles, sender=self, dispatch_uid="muster roles")
+
+
+def make_roles(**_told: object) -> None:
+    from core.roles import make_role_groups
+
+    make_role_groups()
 
 
 class ControlplaneConfig(AppConfig):

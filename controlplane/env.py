@@ -6,6 +6,7 @@ Standard library only: the launcher uses it before anything is installed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from core.issuer import Issuer
 from core.limits import Limits
 from wire.limits import WIRE, list_bounds
 from wire.variables import Alias, Variable, describe_aliases, find_variable, print_problems, read_rust_log
@@ -310,6 +312,74 @@ def read_valkey(name: str) -> ValkeyAddress:
     except ValueError as error:
         refuse(name, str(error))
         return read_address(DEFAULT_URL)
+
+
+_ROLES = ("owner", "operator", "approver", "viewer", "tenant-admin:TENANT", "tenant-viewer:TENANT")
+"""What a group of an issuer may be mapped to, as ``core.roles`` has them; the last two with the name of a tenant."""
+
+
+def read_issuer(name: str) -> str:
+    """Return the address of an issuer, empty = none. Raises SettingError."""
+    url = read_text(name, allowed="https://…").strip().rstrip("/")
+    parts = urlsplit(url)
+    is_local = parts.scheme == "http" and parts.hostname in {"localhost", "127.0.0.1", "::1"}
+    # As long as the column is in which accounts name their issuer.
+    if url and not ((parts.scheme == "https" or is_local) and parts.hostname and len(url) <= 200):
+        refuse(name, f"must be an https:// address of at most 200 characters, or http://localhost, not {url!r}")
+        return ""
+    return url
+
+
+def read_roles(name: str) -> dict[str, tuple[str, ...]]:
+    """Return which roles each group has: a JSON object of a role or a list of roles, or ``group=role,group=role``."""
+    raw = _read_raw(name, "", f"group=role,group=role or a JSON object, with the roles {', '.join(_ROLES)}")
+    pairs: list[tuple[str, str]] = []
+    if raw.startswith("{"):
+        try:
+            told = json.loads(raw)
+        except ValueError as error:
+            refuse(name, f'is no JSON ({error}); write {{"group": "role"}} or group=role,group=role')
+            return {}
+        for group, roles in told.items():
+            pairs += [(group, str(role)) for role in (roles if isinstance(roles, list) else [roles])]
+    else:
+        for part in filter(None, (one.strip() for one in raw.split(","))):
+            group, _sign, role = part.rpartition("=")
+            pairs.append((group.strip(), role.strip()))
+    found: dict[str, tuple[str, ...]] = {}
+    for group, role in pairs:
+        if not group or not _is_role(role):
+            refuse(name, f"must map a group to one of {', '.join(_ROLES)}, not {group!r} to {role!r}")
+            return {}
+        found[group] = (*found.get(group, ()), role)
+    return found
+
+
+def read_role(name: str) -> str:
+    """Return the role of who has no group that is mapped, "none" for nobody. Raises SettingError."""
+    role = _read_raw(name, "none", ", ".join((*_ROLES, "none"))) or "none"
+    if role != "none" and not _is_role(role):
+        refuse(name, f"must be one of {', '.join((*_ROLES, 'none'))}, not {role!r}")
+        return "none"
+    return role
+
+
+def _is_role(role: str) -> bool:
+    kind, colon, tenant = role.partition(":")
+    return f"{kind}:TENANT" in _ROLES and tenant not in ("", "TENANT") if colon else role in _ROLES
+
+
+def check_issuer(found: Issuer) -> Issuer | None:
+    """Return the issuer, None when none is named. Raises SettingError for what does not go together."""
+    if not found.url:
+        return None
+    if not found.client_id:
+        refuse("MUSTER_OIDC_CLIENT_ID", "must be set where MUSTER_OIDC_ISSUER is")
+    if "openid" not in found.scopes:
+        refuse("MUSTER_OIDC_SCOPES", "must name openid, such as 'openid profile email groups'")
+    if not found.roles and found.default_role == "none":
+        refuse("MUSTER_OIDC_ROLES", "or MUSTER_OIDC_DEFAULT_ROLE must be set: nobody could come in otherwise")
+    return replace(found, name=found.name or urlsplit(found.url).hostname or "")
 
 
 def read_database(url: str) -> dict[str, object]:

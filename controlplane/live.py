@@ -43,6 +43,7 @@ from core.limits import limits
 from core.models import User
 from governance.errors import NotFound
 from governance.operations.queries import list_waiting_for, mark_pending, read_operation
+from governance.people import may_see_operations
 from governance.signin import find_living, find_read_only, may_act
 from governance.states import RunState
 from governance.web.operations import render_live
@@ -413,6 +414,9 @@ class OperationConsumer(PushConsumer):
     """What the page of one operation shows of approvals and progress, as the same HTML that the page came with."""
 
     is_for_staff = False
+
+    def may_look(self, user: User) -> bool:
+        return may_see_operations(user)
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return the state of the operation, more often while a node works on it."""

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 from django.apps import apps
 from django.contrib import admin
 from django.contrib.auth.decorators import login_required
+from django.contrib.auth.models import AnonymousUser
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
@@ -27,6 +28,7 @@ from core.limits import limits
 from core.models import User
 from governance.alerts import count_open_problems
 from governance.operations.queries import count_waiting_for
+from governance.people import may_see_operations
 
 Words = str | Promise
 Listing = Any
@@ -39,7 +41,7 @@ class Tab:
 
     ``name``: of a URL (``approvals:inbox``), or of an admin model (``nodes.node``), whose every page is then the tab's.
     ``needs``: any of these permissions; an admin model needs that its rows may be seen or changed. ``is_for_all``: also for
-    people who are not staff, such as approvers. ``others``: names of more URLs of the tab.
+    people who are not staff, such as approvers; ``allows``: who of them. ``others``: names of more URLs of the tab.
     """
 
     label: Words
@@ -48,6 +50,7 @@ class Tab:
     needs: tuple[str, ...] = ()
     is_for_all: bool = False
     others: tuple[str, ...] = ()
+    allows: Callable[[User | AnonymousUser], bool] | None = None
 
     @property
     def url(self) -> str:
@@ -63,6 +66,8 @@ class Tab:
 
     def is_for(self, request: HttpRequest) -> bool:
         if not self.is_for_all and not getattr(request.user, "is_staff", False):
+            return False
+        if self.allows is not None and not self.allows(request.user):
             return False
         app, _dot, model = self.name.partition(".")
         needs = (f"{app}.view_{model}", f"{app}.change_{model}") if self._is_model else self.needs
@@ -125,10 +130,10 @@ ENTRIES = (
         Tab(gettext_lazy("Playground"), "chat", "playground:page", SEE_MODELS),
     )),
     Entry(gettext_lazy("Approvals"), "approval", (
-        Tab(gettext_lazy("Approvals"), "approval", "approvals:inbox", is_for_all=True,
+        Tab(gettext_lazy("Approvals"), "approval", "approvals:inbox", is_for_all=True, allows=may_see_operations,
             others=("approvals:operation", "approvals:propose", "approvals:claim")),
-        Tab(gettext_lazy("History"), "history", "approvals:history", is_for_all=True),
-        Tab(gettext_lazy("Policy"), "policy", "approvals:policy", is_for_all=True,
+        Tab(gettext_lazy("History"), "history", "approvals:history", is_for_all=True, allows=may_see_operations),
+        Tab(gettext_lazy("Policy"), "policy", "approvals:policy", is_for_all=True, allows=may_see_operations,
             others=("approvals:draft_policy", "approvals:freeze")),
     ), count_approvals),
     Entry(gettext_lazy("Access"), "key", (
@@ -157,8 +162,8 @@ ACTIONS = (
     Tab(gettext_lazy("Allow a model"), "deployed_code", "admin:gateway_model_add", ("gateway.add_model",)),
     Tab(gettext_lazy("Invite a person"), "person_add", "admin:controlplane_user_add", ("controlplane.add_user",)),
     Tab(gettext_lazy("New webhook"), "webhook", "admin:governance_webhookendpoint_add", ("governance.add_webhookendpoint",)),
-    Tab(gettext_lazy("Propose an operation"), "approval", "approvals:propose", is_for_all=True),
-    Tab(gettext_lazy("Freeze all operations"), "ac_unit", "approvals:freeze", is_for_all=True),
+    Tab(gettext_lazy("Propose an operation"), "approval", "approvals:propose", is_for_all=True, allows=may_see_operations),
+    Tab(gettext_lazy("Freeze all operations"), "ac_unit", "approvals:freeze", is_for_all=True, allows=may_see_operations),
     Tab(gettext_lazy("My keys"), "passkey", "signin:keys", is_for_all=True),
 )
 """What the search offers to do. What may be done to a row (``core.admin_pages.RowChange``) it offers behind the row's name."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from controlplane.env import (
     LOG_FORMATS,
+    check_issuer,
     collect_errors,
     raise_errors,
     read_address,
@@ -15,16 +16,20 @@ from controlplane.env import (
     read_choice,
     read_database,
     read_int,
+    read_issuer,
     read_limits,
     read_list,
     read_log_level,
     read_name,
     read_networks,
     read_path,
+    read_role,
+    read_roles,
     read_secret,
     read_text,
     read_valkey,
 )
+from core.issuer import Issuer
 from core.limits import install
 from gateway.values import RequestOutcome
 from governance.states import ApprovalState, RunState
@@ -58,6 +63,8 @@ INSTALLED_APPS = [
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
+    # Single sign-on: what it speaks with an issuer, and the accounts that people have there. None of its pages is mounted.
+    *(["allauth.account", "allauth.socialaccount"] if ADMIN_PAGES else []),
     "core.apps.CoreConfig",
     "governance.apps.GovernanceConfig",
     "nodes.apps.NodesConfig",
@@ -76,6 +83,7 @@ MIDDLEWARE = [
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "controlplane.middleware.SessionMiddleware",
+    *(["allauth.account.middleware.AccountMiddleware"] if ADMIN_PAGES else []),  # allauth does not start without it
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -114,6 +122,24 @@ PASSWORD_HASHERS = [
     "django.contrib.auth.hashers.Argon2PasswordHasher",
     "django.contrib.auth.hashers.PBKDF2PasswordHasher",
 ]
+# Single sign-on. None: only local accounts.
+OIDC = check_issuer(
+    Issuer(
+        url=read_issuer("MUSTER_OIDC_ISSUER"),
+        client_id=read_text("MUSTER_OIDC_CLIENT_ID").strip(),
+        client_secret=read_text("MUSTER_OIDC_CLIENT_SECRET"),
+        name=read_text("MUSTER_OIDC_NAME").strip(),
+        scopes=tuple(read_text("MUSTER_OIDC_SCOPES", "openid profile email").replace(",", " ").split()),
+        groups_claim=read_text("MUSTER_OIDC_GROUPS_CLAIM", "groups").strip(),
+        roles=read_roles("MUSTER_OIDC_ROLES"),
+        default_role=read_role("MUSTER_OIDC_DEFAULT_ROLE"),
+        allowed_domains=tuple(one.lower().lstrip("@") for one in read_list("MUSTER_OIDC_ALLOWED_DOMAINS")),
+    )
+)
+# Who may still sign in by password or passkey where single sign-on is set up: everybody, or owners alone.
+LOCAL_SIGN_IN = read_choice("MUSTER_LOCAL_SIGN_IN", {"all": "", "owners": ""})
+SOCIALACCOUNT_STORE_TOKENS = False
+ACCOUNT_EMAIL_VERIFICATION = "none"
 LOGIN_URL = "signin:login"
 LOGIN_REDIRECT_URL = "admin:index"
 
@@ -294,6 +320,7 @@ _limits = read_limits()
 if not read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True):
     _limits = replace(_limits, gateway=replace(_limits.gateway, max_engine_error_chars=0))
 install(_limits)
+SOCIALACCOUNT_REQUESTS_TIMEOUT = _limits.governance.oidc_timeout_s
 # What prices and costs are in; a word for people, nothing is converted.
 CURRENCY = read_text("MUSTER_CURRENCY", "EUR")
 # Shares of tenants while requests wait, such as "research=2.5"; 1 for who is not named.

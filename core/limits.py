@@ -124,6 +124,14 @@ class GovernanceLimits:
     # Sign-in, people and their keys
     session_idle_s: int = bound(30 * 60, "s", "A person who did nothing for so long is signed out.")
     session_max_s: int = bound(12 * 3600, "s", "A person who signed in so long ago is signed out.")
+    oidc_session_s: int = bound(
+        8 * 3600, "s", "A person who signed in by single sign-on so long ago does it again; groups are read anew.",
+        setting="MUSTER_OIDC_SESSION_S", minimum=300,
+    )  # fmt: skip
+    oidc_timeout_s: float = bound(5.0, "s", "An issuer of single sign-on that is silent so long counts as away.")
+    oidc_config_s: float = bound(300.0, "s", "What an issuer says of its addresses is asked for again.")
+    oidc_sub_chars: int = bound(190, "characters", "An account with a longer `sub` is refused.")
+    oidc_leeway_s: int = bound(60, "s", "A token of an issuer whose clock is further off is refused.")
     session_seen_s: int = bound(60, "s", "That a person did something is stored again.")
     challenge_s: int = bound(300, "s", "An answer to an older challenge of a passkey is refused.")
     sign_in_forget_s: float = bound(3_600.0, "s", "Wrong tries that are older no longer count.")

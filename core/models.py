@@ -1,4 +1,4 @@
-"""The operators of a Muster installation."""
+"""The people of a Muster installation, and the tenants whose members they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from django.contrib.auth.models import AbstractUser
 from django.db import models
+from django.db.models.functions import Now
 
 
 class User(AbstractUser):
@@ -37,3 +38,20 @@ class User(AbstractUser):
         if is_written and self._given_name is not None and self.username != self._given_name:
             raise ValueError("the name of a person stays; make a new person and switch this one off")
         super().save(**options)
+
+
+class Membership(models.Model):
+    """A person's role in one tenant. ``tenant``: its name, which stays; tenants are rows of the gateway, above this package."""
+
+    user = models.ForeignKey(User, on_delete=models.CASCADE, related_name="memberships")
+    tenant = models.CharField(max_length=80)
+    role = models.CharField(max_length=20, help_text="tenant-admin or tenant-viewer")
+    is_from_issuer = models.BooleanField(db_default=False, help_text="Given and taken by a group of single sign-on")
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        ordering = ["tenant", "user__username"]
+        constraints = [models.UniqueConstraint(fields=["user", "tenant"], name="membership_once")]
+
+    def __str__(self) -> str:
+        return f"{self.user_id} in {self.tenant}"

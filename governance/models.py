@@ -47,6 +47,13 @@ class AdminToken(models.Model):
         settings.AUTH_USER_MODEL, on_delete=models.PROTECT, null=True, blank=True, related_name="admin_tokens",
         help_text="Whoever proposes with the token proposes as this person, and so cannot approve it"
     )  # fmt: skip
+    role = models.CharField(
+        max_length=20, blank=True, default="", db_default="", help_text="Empty: older than roles; it may do everything"
+    )
+    tenant = models.CharField(
+        max_length=80, blank=True, default="", db_default="", help_text="The one tenant in which its role counts"
+    )
+    expires_at = models.DateTimeField(null=True, blank=True)
     last_used_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 from django.contrib.auth import authenticate, get_user_model
+from django.contrib.auth.models import AnonymousUser
 from django.db import transaction
 from django.db.models import Exists
 from django.http import HttpRequest
@@ -19,10 +20,12 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext as _
 
 from core.limits import limits
+from core.roles import SEE_OPERATIONS, may
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
 from governance.keys import enrol_passkey, find_passkey, note_use
 from governance.models import ApproverKey, Invitation, PolicyVersion
+from governance.operations.approvals import active_policy
 from governance.passwords import REFUSAL, book_code, book_try, forgive, has_app, spend_code
 from wire import clock
 
@@ -39,13 +42,15 @@ class Assurance(StrEnum):
     """How somebody signed in."""
 
     PASSKEY = "passkey"
+    OIDC = "oidc"
     TOTP = "totp"
     PASSWORD = "password"  # noqa: S105 - the name of a way, not a secret
 
 
 def may_change(user: User, assurance: Assurance) -> bool:
     """Return whether such a session may do what its person may; otherwise it may only look."""
-    if assurance is Assurance.PASSKEY:
+    # Of single sign-on the issuer answers for how people prove who they are.
+    if assurance in {Assurance.PASSKEY, Assurance.OIDC}:
         return True
     # A password is enough until there is something better: an active policy, or a passkey of the person. One that was
     # revoked since counts too, so that losing it opens no door.
@@ -72,9 +77,29 @@ def sign_in_by_password(request: HttpRequest, *, name: str, password: str, addre
         if is_last_free:
             _note_guessing(None)
         raise SignInRefused(gettext(REFUSAL))
+    require_local(user)
     if not needs_code(user):
         forgive(name=name, address=address)
     return user
+
+
+def require_local(user: User) -> None:
+    """Raise SignInRefused for somebody who has to sign in at the issuer: never for owners, who come in when it is away.
+
+    Whoever left there would otherwise keep the roles of their groups for as long as they have a passkey here.
+    """
+    if settings.OIDC is None or user.is_superuser:
+        return
+    said = {"name": settings.OIDC.name}
+    if settings.LOCAL_SIGN_IN == "owners":
+        raise SignInRefused(gettext("Only owners sign in here without %(name)s.") % said)
+    from allauth.socialaccount.models import SocialAccount  # only pages have it
+
+    lately = clock.now() - timedelta(seconds=limits().governance.oidc_session_s)
+    given = SocialAccount.objects.filter(user_id=user.pk, provider=settings.OIDC.url, last_login__lt=lately)
+    if given.exclude(extra_data__roles=[]).exists():
+        text = gettext("Your roles come from %(name)s and were read too long ago. Sign in with %(name)s first.")
+        raise SignInRefused(text % said)
 
 
 def needs_code(user: User) -> bool:
@@ -107,12 +132,21 @@ def sign_in_by_passkey(answer: Mapping[str, Any], *, challenge: bytes) -> User:
     key = find_passkey(read_keyid(answer))
     if key is None or not key.user.is_active:
         raise SignInRefused(PASSKEY_REFUSAL)
+    require_local(key.user)
     count = verify_known(answer, keyid=key.keyid, public_key=decode_bytes(key.public_key), challenge=challenge)
     # Logged and not refused: passkeys that are copied between devices do not count together.
     if count and count <= key.sign_count:
         logger.warning("passkey_count_went_back key=%s", key.thumbprint)
     note_use(key, sign_count=count)
     return key.user
+
+
+def may_see_operations(person: User | AnonymousUser) -> bool:
+    """Return whether somebody may read operations and the policy: by a role, or because the policy names them."""
+    if getattr(person, "is_staff", False) or may(person, SEE_OPERATIONS):
+        return True
+    found = active_policy() if person.is_authenticated else None
+    return found is not None and person.get_username() in found[1].groups
 
 
 # Invitations
@@ -160,6 +194,7 @@ def find_invitation(text: str) -> Invitation:
     invitation = found.first()
     if invitation is None:
         raise SignInRefused(_("This invitation was used, has ended or never was. Ask an administrator for a new one."))
+    require_local(invitation.user)
     return invitation
 
 

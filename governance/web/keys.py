@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from django import forms
+from django.conf import settings
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.models import AnonymousUser
@@ -19,6 +20,7 @@ from django.views.decorators.http import require_http_methods, require_POST
 from core.limits import limits
 from governance.errors import GovernanceError, NotPermitted
 from governance.keys import add_key_file, enrol_passkey, list_approving, list_keys, revoke_key
+from governance.oidc import has_account
 from governance.passkeys import verify_new
 from governance.passwords import begin_app, confirm_app, has_app, remove_app
 from governance.people import Assurance, may_enrol
@@ -100,6 +102,8 @@ def show_keys(request: HttpRequest) -> HttpResponse:
         "may_enrol": may_enrol(person, read_assurance(request)),
         "by_passkey": read_assurance(request) is Assurance.PASSKEY,
         "needs_passkey": NEEDS_PASSKEY,
+        "issuer": settings.OIDC.name if settings.OIDC is not None else "",
+        "is_connected": settings.OIDC is not None and has_account(person),
         **describe_site(),
         **describe_session(request),
     }

@@ -26,6 +26,7 @@ from core.errors import ContractError
 from governance.errors import GovernanceError, NotPermitted
 from governance.operations.approvals import read_freeze
 from governance.operations.proposals import Proposer
+from governance.people import may_see_operations
 from governance.signin import find_read_only
 
 if TYPE_CHECKING:
@@ -82,13 +83,24 @@ def approval_page(view: View[Parameters]) -> View[Parameters]:
         if not request.user.is_authenticated:
             return redirect_to_login(request.get_full_path())
         try:
+            require_reader(request)
             response = view(request, *args, **kwargs)
         except GovernanceError as error:
-            context = {"title": "This cannot be done", "problem": error.message}
-            response = render_page(request, "approvals/problem.html", context, status=error.status)
+            response = show_problem(request, error)
         return close_page(response)
 
     return guarded
+
+
+def show_problem(request: HttpRequest, error: GovernanceError) -> HttpResponse:
+    context = {"title": "This cannot be done", "problem": error.message}
+    return render_page(request, "approvals/problem.html", context, status=error.status)
+
+
+def require_reader(request: HttpRequest) -> None:
+    """Raise NotPermitted for somebody who may not read operations."""
+    if not may_see_operations(request.user):
+        raise NotPermitted(_("Operations are for viewers, operators and approvers. Ask an owner for one of these roles."))
 
 
 def locate_operation(op_id: uuid.UUID) -> str:
@@ -103,6 +115,10 @@ def operation_form(view: Callable[[HttpRequest, uuid.UUID], HttpResponse]) -> Ca
         page = locate_operation(op_id)
         if not request.user.is_authenticated:
             return redirect_to_login(page)
+        try:
+            require_reader(request)
+        except NotPermitted as error:
+            return close_page(show_problem(request, error))
         try:
             response = view(request, op_id)
         except GovernanceError as error:
@@ -143,6 +159,7 @@ def approval_json(view: View[Parameters]) -> View[Parameters]:
     def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
         if not request.user.is_authenticated:
             raise NotPermitted(_("You are no longer signed in. Sign in again; nothing was done."))
+        require_reader(request)
         return view(request, *args, **kwargs)
 
     return script_answer(guarded)

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from django import forms
+from django.conf import settings
+from django.contrib import messages
 from django.contrib.auth import get_user_model
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
+from django.contrib.auth.decorators import login_required
+from django.contrib.auth.models import AnonymousUser
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.shortcuts import render
 from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
@@ -18,7 +22,8 @@ from django.utils.translation import gettext as _
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from core.limits import limits
-from governance.errors import SignInRefused
+from governance import oidc
+from governance.errors import NotPermitted, SignInRefused
 from governance.keys import has_passkeys, list_passkey_ids
 from governance.passkeys import PasskeysUnavailable, ask_for_new, ask_who, read_site, verify_new
 from governance.passwords import REFUSAL
@@ -26,6 +31,8 @@ from governance.people import (
     Assurance,
     accept_invitation,
     find_invitation,
+    may_enrol,
+    may_see_operations,
     needs_code,
     sign_in_by_code,
     sign_in_by_passkey,
@@ -33,6 +40,7 @@ from governance.people import (
 )
 from governance.signin import (
     close_session,
+    close_sessions,
     drop_half,
     give_challenge,
     keep_half,
@@ -120,6 +128,8 @@ def _show_step(request: HttpRequest, form: forms.Form) -> HttpResponse:
         "form": form,
         "is_code_step": isinstance(form, CodeForm),
         "offers_passkey": has_passkeys(),
+        "issuer": settings.OIDC.name if settings.OIDC is not None else "",
+        "is_for_owners": settings.OIDC is not None and settings.LOCAL_SIGN_IN == "owners",
         "next": read_next(request),
         **describe_site(),
         **describe_session(request),
@@ -154,6 +164,101 @@ def sign_out(request: HttpRequest) -> HttpResponse:
     """End the session."""
     close_session(request)
     return HttpResponseRedirect(reverse("signin:login"))
+
+
+# Single sign-on
+
+
+@require_safe
+@with_strict_policy
+def begin_sign_on(request: HttpRequest) -> HttpResponse:
+    """Lead to the issuer. A GET, as the policy of our pages lets no form lead to anybody else's."""
+    _require_issuer()
+    try:
+        return oidc.begin(request, next_url=read_next(request))
+    except SignInRefused as refusal:
+        return _refuse_sign_on(request, refusal)
+
+
+@require_safe
+@with_strict_policy
+def finish_sign_on(request: HttpRequest) -> HttpResponse:
+    """Take the issuer's answer: sign the person in, or connect the account to who asked for that."""
+    _require_issuer()
+    try:
+        answer, state = oidc.finish(request)
+        if state.get("process") == oidc.CONNECT:
+            return _connect(request, answer, state.get("person"))
+        user = oidc.sign_in_at_issuer(answer)
+    except oidc.NoRole as refusal:
+        if refusal.person is not None:
+            close_sessions(person=refusal.person, actor=oidc.ACTOR)
+        return _refuse_sign_on(request, refusal)
+    except SignInRefused as refusal:
+        return _refuse_sign_on(request, refusal)
+    wanted = str(state.get("next") or "")
+    is_ours = url_has_allowed_host_and_scheme(wanted, allowed_hosts=None, require_https=request.is_secure())
+    open_session(request, user, assurance=Assurance.OIDC)
+    return HttpResponseRedirect(wanted if wanted and is_ours else find_next(request, user))
+
+
+def _connect(request: HttpRequest, answer: oidc.Answer, person_id: object) -> HttpResponse:
+    user = request.user
+    # Between the two pages somebody else may have signed in here.
+    if isinstance(user, AnonymousUser) or user.pk != person_id or not may_enrol(user, read_assurance(request)):
+        raise SignInRefused(gettext("That took too long, or was done in another window. Try again."))
+    oidc.connect(user, answer)
+    messages.success(
+        request, gettext("Connected. From now on you can sign in with %(name)s.") % {"name": oidc.read_issuer().name}
+    )
+    return HttpResponseRedirect(reverse("signin:keys"))
+
+
+@require_POST
+@login_required
+@with_strict_policy
+def connect_sign_on(request: HttpRequest) -> HttpResponse:
+    """Lead somebody who is signed in to the issuer, to add the account there; by a link, as the policy has it."""
+    _require_issuer()
+    user = request.user
+    assert not isinstance(user, AnonymousUser)
+    if not may_enrol(user, read_assurance(request)):
+        messages.error(request, gettext("Sign in with your passkey to connect an account."))
+        return HttpResponseRedirect(reverse("signin:keys"))
+    try:
+        url = oidc.begin(request, next_url="", connects=user).headers["Location"]
+    except SignInRefused as refusal:
+        messages.error(request, refusal.message)
+        return HttpResponseRedirect(reverse("signin:keys"))
+    return render(request, "signin/connect.html", {"url": url, "name": oidc.read_issuer().name})
+
+
+@require_POST
+@login_required
+@with_strict_policy
+def disconnect_sign_on(request: HttpRequest) -> HttpResponse:
+    user = request.user
+    assert not isinstance(user, AnonymousUser)
+    try:
+        if not may_act(request):
+            raise NotPermitted(gettext("Sign in with your passkey to do this."))
+        oidc.disconnect(user)
+        messages.success(request, gettext("Disconnected from single sign-on."))
+    except NotPermitted as refusal:
+        messages.error(request, refusal.message)
+    return HttpResponseRedirect(reverse("signin:keys"))
+
+
+def _require_issuer() -> None:
+    if settings.OIDC is None:
+        raise Http404(gettext("Single sign-on is not set up here."))
+
+
+def _refuse_sign_on(request: HttpRequest, refusal: SignInRefused) -> HttpResponse:
+    first = PasswordForm({})
+    first.errors.clear()
+    first.add_error(None, refusal.message)
+    return _show_step(request, first)
 
 
 # Invitations
@@ -244,4 +349,8 @@ def read_next(request: HttpRequest) -> str:
 
 def find_next(request: HttpRequest, user: User) -> str:
     """Return where to go after signing in: what was asked for, else the first page that the person may see."""
-    return read_next(request) or reverse("admin:index" if user.is_staff else "approvals:inbox")
+    if wanted := read_next(request):
+        return wanted
+    if user.is_staff or may_see_operations(user):
+        return reverse("admin:index" if user.is_staff else "approvals:inbox")
+    return reverse("signin:keys")

@@ -15,6 +15,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from django.conf import settings
+from django.contrib.auth.models import Permission
 from django.core.management.color import no_style
 from django.db import connection, transaction
 from django.db.models import Model
@@ -81,6 +82,8 @@ class Team:
 
     def add(self, name: str, *, is_staff: bool = True, is_break_glass: bool = False) -> Member:
         user = User.objects.create_user(name, is_staff=is_staff)
+        if is_staff:
+            user.user_permissions.add(Permission.objects.get(codename="add_operation"))
         member = Member(user, *make_key(user, is_break_glass=is_break_glass))
         self.members.append(member)
         return member

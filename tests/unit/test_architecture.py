@@ -137,7 +137,8 @@ AFTER_INSTALLING = {
 }  # fmt: skip
 """What is loaded once the packages are there: modules of the launcher by a command, ``core.valkey`` by the settings."""
 STANDALONE_OURS = (
-    "controlplane.launcher", "tools", "controlplane.env", "wire.clock", "wire.limits", "core.limits", "wire.credentials",
+    "controlplane.launcher", "tools", "controlplane.env", "wire.clock", "wire.limits", "core.issuer", "core.limits",
+    "wire.credentials",
     "wire.ids", "wire.variables", "wire.COMMAND", "wire.IS_CHECKOUT",
 )  # fmt: skip
 

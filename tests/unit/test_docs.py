@@ -37,6 +37,9 @@ READERS = {
     "read_secret",
     "read_name",
     "read_address",
+    "read_issuer",
+    "read_role",
+    "read_roles",
 }
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

@@ -49,6 +49,19 @@ MUSTER_LANGUAGE | `en` | Language of mail and chat messages: `en`, `de`. Pages t
 MUSTER_ADMIN_PAGES | on | Off saves gateways and workers a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes
 MUSTER_STATIC_FINDERS | on | Serve static files from the packages, uncollected
+**Single sign-on** ([people](people.md))
+MUSTER_OIDC_ISSUER | empty | Address of an OpenID Connect issuer. Empty = local accounts alone
+MUSTER_OIDC_CLIENT_ID | empty | Of the client that the issuer knows; its redirect URI is `PUBLIC_URL/sign-in/oidc/callback`
+MUSTER_OIDC_CLIENT_SECRET | empty | Its secret
+MUSTER_OIDC_NAME | host of the issuer | What the button on the sign-in page says
+MUSTER_OIDC_SCOPES | `openid profile email` | What is asked for; some issuers send groups only for a scope of that name
+MUSTER_OIDC_GROUPS_CLAIM | `groups` | Claim with the groups; a path such as `realm_access.roles` works
+MUSTER_OIDC_ROLES | empty | `group=role,group=role`, or JSON: `owner`, `operator`, `approver`, `viewer`, \
+`tenant-admin:TENANT`, `tenant-viewer:TENANT`
+MUSTER_OIDC_DEFAULT_ROLE | `none` | Role of who has no such group. `none` lets nobody in without one
+MUSTER_OIDC_ALLOWED_DOMAINS | empty | Domains of verified e-mail addresses. Empty = all
+MUSTER_OIDC_SESSION_S
+MUSTER_LOCAL_SIGN_IN | `all` | `owners`: beside single sign-on, only owners sign in by password or passkey
 **Approvals**
 MUSTER_PUBLIC_URL | `http://localhost:8000` | Where people open the control plane; HTTPS anywhere but on localhost. Passkeys \
 and policies are bound to it

@@ -279,6 +279,7 @@ PUBLIC = {
     "sign-in/", "sign-in/passkey/options", "sign-in/passkey", "sign-in/out", "admin/login/", "admin/logout/",
     *(f"sign-in/invitation/<str:token>{part}" for part in ("", "/options", "/passkey")),  # the invitation is the credential
     "admin/jsi18n/",  # words of Django's own scripts
+    "sign-in/oidc", "sign-in/oidc/callback",  # the way to the issuer and back
     "language",  # sets a cookie
 }  # fmt: skip
 """Routes that answer whoever asks."""

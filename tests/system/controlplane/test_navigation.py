@@ -78,11 +78,11 @@ def test_a_row_and_what_is_done_to_it_stand_under_their_tab() -> None:
 @pytest.mark.parametrize(
     ("permissions", "is_staff", "entries"),
     [
-        ((), False, ["Approvals"]),
+        (("view_operation",), False, ["Approvals"]),
         ((), True, ["Overview", "Approvals"]),
         (("view_gpu", "view_auditevent"), True, ["Overview", "Nodes", "Approvals", "System"]),
         (("view_model",), True, ["Overview", "Models", "Playground", "Approvals"]),
-        (("view_model",), False, ["Approvals"]),
+        (("view_model", "view_operation"), False, ["Approvals"]),
     ],
 )
 def test_a_person_sees_no_entry_of_pages_that_are_not_for_them(
@@ -158,9 +158,10 @@ def test_the_palette_finds_pages_rows_and_what_may_be_done() -> None:
 
 def test_the_palette_offers_nothing_that_is_not_for_the_person() -> None:
     make_node("rack-2")
-    assert {title for title, _, _ in find(sign_in("eve"), "")} == {
+    assert {title for title, _, _ in find(sign_in("eve", "view_operation"), "")} == {
         "Approvals", "History", "Policy", "Propose an operation", "Freeze all operations", "My keys",
     }  # fmt: skip
     assert find(sign_in("bob", "view_node"), "rack") == []
+    assert {title for title, _, _ in find(sign_in("dan"), "")} == {"My keys"}
     assert [found[:2] for found in find(sign_in("cleo", "view_node", is_staff=True), "rack-2")] == [("rack-2", "Node")]
     assert Client().get(reverse("palette"), {"s": "rack"}).status_code == 302

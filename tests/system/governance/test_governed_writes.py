@@ -212,6 +212,8 @@ def is_row_write(node: ast.AST) -> TypeGuard[ast.Call]:
             return name in classes()
         case ast.Call(ast.Attribute(ast.Name("self"), "create")):
             return False  # a method of its own class; managers of our own are forbidden below
+        case ast.Call(ast.Attribute(ast.Call(ast.Name("super")), _)):
+            return False  # a row that stores itself
         case ast.Call(ast.Attribute(_, name)):
             # With positional arguments, update() is that of a dict or a hash.
             return name in WRITES and not (name == "update" and node.args)

@@ -20,9 +20,11 @@ from django.utils import timezone
 from pytest_django.fixtures import Settings
 
 from core.models import User
+from core.roles import Role
 from governance import checkpoints
 from governance.admin_tokens import revoke_admin_token, verify_admin_token
 from governance.errors import InvalidProposal
+from governance.members import change_roles
 from governance.models import AdminToken, AuditEvent, Operation, PolicyVersion
 from governance.operations import decisions
 from governance.operations.runs import run_due
@@ -411,6 +413,10 @@ PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; font-src
 PAGE_POLICY += "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 
 
+def make_reader(name: str) -> User:
+    return change_roles(person=User.objects.create_user(name), roles=[Role.APPROVER], actor="t")
+
+
 def page_of(operation: Operation, name: str = "operation") -> str:
     return reverse(f"approvals:{name}", args=[operation.pk])
 
@@ -441,7 +447,7 @@ def test_pages_are_for_people_who_are_signed_in_and_run_no_foreign_script(team: 
         assert "strange loads" in html
     again = client.post(reverse("approvals:freeze"), {"reason": "again"})
     assert (again.status_code, "frozen already" in again.content.decode()) == (409, True)
-    outsider = open_session(User.objects.create_user("otto"))
+    outsider = open_session(make_reader("otto"))
     assert "Only approvers" in outsider.post(reverse("approvals:freeze"), {"reason": "x"}).content.decode()
     for name in ("", "evidence", "live"):
         answer = client.get(f"/approvals/op_{'0' * 32}/{name}")
@@ -460,7 +466,8 @@ def offers_of(client: Client, operation: Operation) -> set[str]:
 
 def test_each_person_is_offered_what_they_may_do(team: Team, operation: Operation) -> None:
     requester, approver = open_session(team[0].user), open_session(team[1].user)
-    others = [open_session(User.objects.create_user("otto")), open_session(team[1].user, by="password")]
+    assert open_session(User.objects.create_user("eve")).get(page_of(operation)).status_code == 403
+    others = [open_session(make_reader("otto")), open_session(team[1].user, by="password")]
     assert [offers_of(client, operation) for client in (requester, approver, *others)] == [
         {"cancel"}, {"approve", "reject"}, set(), set(),
     ]  # fmt: skip
