@@ -1064,6 +1064,27 @@ class ConsoleLimits:
     task_kept: int = bound(100, "messages", "The oldest message that was set aside is forgotten.")
     task_kept_bytes: int = bound(4_096, "bytes", "A longer message that is set aside is cut.")
     audit_progress_records: int = bound(5_000, "records", "The command that checks the log says how far it is.")
+    progress_s: float = bound(0.2, "s", "A command that takes long says how far it is.")
+    backup_piece_bytes: int = bound(256 * 1024, "bytes", "A backup is read and written in such pieces.")
+    backup_told_bytes: int = bound(64 * MIB, "bytes", "A longer manifest of a backup is refused.")
+    backup_spare_bytes: int = bound(16 * MIB, "bytes", "A backup leaves so much of a disk free, or does not begin.")
+    backup_passphrase_chars: int = bound(12, "characters", "A shorter passphrase of a backup is refused.")
+    backup_age_s: float = bound(
+        7 * 86_400.0,
+        "s",
+        "A last backup that is older is shown as a problem, if there ever was one.",
+        setting="MUSTER_BACKUP_AGE_DAYS",
+        minimum=1,
+        factor=86_400,
+    )
+    operate_answer_s: float = bound(5.0, "s", "A part that `./muster doctor` asks and that does not answer is silent.")
+    doctor_s: float = bound(15.0, "s", "A check of `./muster doctor` that takes longer has failed.")
+    doctor_free_bytes: int = bound(1024 * MIB, "bytes", "With less space on a disk `./muster doctor` warns.")
+    doctor_clock_s: float = bound(2.0, "s", "`./muster doctor` warns when the clock of the database differs by more.")
+    doctor_certificate_days: int = bound(21, "days", "`./muster doctor` warns of a certificate that expires sooner.")
+    log_lines: int = bound(100, "lines", "`./muster logs` begins with no more.")
+    log_poll_s: float = bound(0.5, "s", "`./muster logs -f` looks again.")
+    chat_answer_s: float = bound(600.0, "s", "`./muster chat` gives up on an answer in which nothing comes.")
     enrolment_nodes: int = bound(64, "nodes", "The credentials of a fresh installation enrol no further node.")
     approve_s: float = bound(30.0, "s", "`./muster approve` gives up on a server that does not answer.")
     approve_answer_bytes: int = bound(1_000_000, "bytes", "`./muster approve` does not read a longer answer.")

@@ -64,6 +64,13 @@ _PROGRAMS = {
         "run a Django management command on a running installation",
         "[--data DIR] COMMAND [argument ...]     e.g. muster manage allow_model NAME", "server", "", "docs/operate.md"
     ),
+    **{
+        name: Program(text, usage, "server", "controlplane.operate", "docs/operate.md")
+        for name, text, usage in (
+            ("backup", "write database, keys and settings into one file, while everything runs", "FILE [option ...]"),
+            ("restore", "bring a backup back into an empty database", "FILE [option ...]"),
+        )
+    },
     "audit": Program(
         "check, export or prove the audit log of a running installation",
         "[--data DIR] (verify [FILE] | export FILE | prove OPID [--out FILE] | checkpoint)", "server", "", "docs/operate.md"
@@ -344,6 +351,8 @@ def _run_program(name: str, words: list[str]) -> None:
         case "trust":
             own = name_node(own)
         case "keys" | "approve":
+            own = [name, *own]
+        case _ if program.module == "controlplane.operate":
             own = [name, *own]
         case "bench" | "package":
             os.chdir(environment.ROOT)

@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -351,6 +351,12 @@ def run_config(data: Path, *, as_json: bool, is_check: bool) -> int:
     return int(is_check and bool(problems))
 
 
+def has_own_variables(environment: Mapping[str, str]) -> bool:
+    """Return whether these variables name an installation by themselves, as those of a service do."""
+    names = set(environment)
+    return bool({"DATABASE_URL", "DATABASE_URL_FILE"} & names and {"MUSTER_SECRET_KEY", "MUSTER_SECRET_KEY_FILE"} & names)
+
+
 def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by ``controlplane.manage`` with the environment of the installation on ``data``.
 
@@ -358,8 +364,7 @@ def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:
     Raises LauncherError.
     """
     environment = dict(os.environ)
-    has_own = "DATABASE_URL" in environment and {"MUSTER_SECRET_KEY", "MUSTER_SECRET_KEY_FILE"} & set(environment)
-    if not has_own and not {"-h", "--help"} & set(arguments):
+    if not has_own_variables(environment) and not {"-h", "--help"} & set(arguments):
         environment |= read_variables(data)
     # What waits in the buffer is lost when the process is replaced.
     sys.stdout.flush()

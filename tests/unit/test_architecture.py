@@ -70,6 +70,7 @@ NUMBERS: dict[str, str] = {
     "controlplane/gateway_server/ws_protocol.py": "_BINARY _SHORT_BYTES",
     "controlplane/launcher/postgres.py": "_READY_LINE",
     "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
+    "controlplane/operate/postgres_tools.py": "OLDEST_SERVER _HEAD_BYTES",
     "controlplane/launcher/demo.py": (
         "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16 _LOOK_S"
     ),

@@ -71,6 +71,7 @@ MUSTER_LOG_ORIGIN | `muster.local/audit` | Name of the log in its checkpoints
 MUSTER_MAIL_FROM | empty | Sender of notices. Empty = no mail
 MUSTER_ALERT_MAIL | `impaired` | Alerts at least so urgent are mailed to operators: `down`, `impaired`, `notice`, or `none`
 MUSTER_ALERT_RETENTION_DAYS
+MUSTER_BACKUP_AGE_DAYS
 MUSTER_MAIL_HOST | `localhost` | Mail server
 MUSTER_MAIL_PORT | 25 | Its port
 MUSTER_MAIL_USER | empty | User name
