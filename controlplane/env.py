@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from core.issuer import Issuer
@@ -35,6 +35,7 @@ _BOUNDS = {
     "tcp_user_timeout": "10000",
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}\Z")
+_REQUIRE_KEYS, _KEYLESS_ADDRESSES = "MUSTER_REQUIRE_API_KEYS", "MUSTER_KEYLESS_ADDRESSES"
 Number = TypeVar("Number", int, float)
 
 LOG_FORMATS = ("auto", "json", "console")
@@ -274,6 +275,31 @@ def set_tls_variables(options: argparse.Namespace) -> None:
     for name, path in (("MUSTER_TLS_CERT", options.tls_cert), ("MUSTER_TLS_KEY", options.tls_key)):
         if path:
             os.environ[name] = path
+
+
+def read_keyless(*names: str) -> Literal["refused", "near", "admitted"]:
+    """Return which requests without a key a gateway lets in that listens on an address with these names.
+
+    None; those of programs on this machine; all, where the operator names the address. Raises SettingError for an address that
+    others reach and nobody named.
+    """
+    if read_bool(_REQUIRE_KEYS, default=True):
+        return "refused"
+    named = read_list(_KEYLESS_ADDRESSES)
+    if set(names) & set(named):
+        return "admitted"
+    if not all(is_loopback(name) for name in names):
+        address = names[-1]
+        refuse(
+            _REQUIRE_KEYS,
+            f"is off: everybody would be let in without a key, and the gateway listens on {address}. Set "
+            f"{_KEYLESS_ADDRESSES}={','.join([*named, address])} if that is meant, or {_REQUIRE_KEYS}=on",
+        )
+    return "near"
+
+
+def is_loopback(host: str) -> bool:
+    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 def read_limits() -> Limits:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from django.db import Error as DatabaseFailure
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         logger.info("settings.alias %s", line)
     logger.info("control_starting host=%s port=%d", arguments.host, arguments.port)
     looks = [
-        Reconciler(reconcile, pause_s=limits().console.reconcile_s),
+        Reconciler(begin_with(keep_own_secrets, reconcile), pause_s=limits().console.reconcile_s),
         Reconciler(watch, pause_s=limits().console.problem_look_s, longest_s=limits().console.problem_look_max_s),
     ]
     spare_loaded_objects()
@@ -81,6 +82,36 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"muster control: {server.listen_failure}\n")
         return 1
     return 0
+
+
+def begin_with(first: Callable[[], object], look: Callable[[], int]) -> Callable[[], int]:
+    """Return ``look`` with ``first`` done once before it, as soon as the database lets it."""
+    waiting = [first]
+
+    def run() -> int:
+        while waiting:
+            waiting[0]()
+            waiting.pop()
+        return look()
+
+    return run
+
+
+def keep_own_secrets() -> None:
+    """Bring what variables say of credentials, an admin token and requests without a key into the database."""
+    from django.conf import settings
+
+    from core.errors import ContractError
+    from gateway.services.keys import keep_keyless_key
+    from governance.admin_tokens import keep_own_token
+    from nodes.services.credentials import keep_own_credential
+
+    actor = "system:environment"
+    for keep in (keep_own_credential, keep_own_token, partial(keep_keyless_key, is_on=not settings.REQUIRE_API_KEYS)):
+        try:
+            keep(actor=actor)
+        except ContractError as refusal:  # what one of them lacks is no reason to leave the others
+            logger.warning("settings.not_taken reason=%s", refusal)
 
 
 def spare_loaded_objects() -> None:

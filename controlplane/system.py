@@ -28,6 +28,7 @@ from controlplane.navigation import SYSTEM
 from controlplane.templatetags.muster import print_duration
 from core.limits import Limits, limits
 from core.valkey import open_client
+from gateway.services.keys import KEYLESS
 from gateway.services.requests import read_gateways
 from gateway.services.rollups import read_counted_until
 from governance.alerts import find_last_look
@@ -246,6 +247,16 @@ def look_at_audit() -> Part:
     return Part(name, Sign.OK, _("The end of the log agrees with its hashes."), facts=facts, url=url)
 
 
+def look_at_keys() -> Part:
+    name, url = _("Keys of clients"), reverse("admin:gateway_apikey_changelist")
+    if settings.REQUIRE_API_KEYS:
+        return Part(name, Sign.OK, _("Every request needs a key."), url=url)
+    what = _("Requests without a key are let in, as those of the tenant %(tenant)s.") % {"tenant": KEYLESS}
+    addresses = ", ".join(settings.KEYLESS_ADDRESSES) or _("this machine alone")
+    advice = _("Set MUSTER_REQUIRE_API_KEYS=on unless that is meant.")
+    return Part(name, Sign.ATTENTION, what, advice, ((_("From"), addresses),), url)
+
+
 def look_at_backups() -> Part:
     advice = _("A dump of PostgreSQL is the whole backup. Watch its age where it is made; docs/upgrade.md says how.")
     return Part(_("Backups"), Sign.UNKNOWN, _("Muster does not see who backs its database up."), advice)
@@ -253,7 +264,7 @@ def look_at_backups() -> Part:
 
 PARTS: tuple[Callable[[], Part], ...] = (
     look_at_gateways, look_at_database, look_at_valkey, look_at_worker, look_at_sums, look_at_runners, look_at_certificates,
-    look_at_audit, look_at_backups,
+    look_at_audit, look_at_keys, look_at_backups,
 )  # fmt: skip
 
 

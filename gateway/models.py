@@ -66,6 +66,13 @@ class ApiKey(models.Model):
         help_text="How a node orders what waits on it",
     )
     budgets = models.JSONField(default=list, db_default=[], blank=True, help_text="What it may use: [{kind, amount, is_hard}]")
+    variable = models.CharField(
+        max_length=60,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="The variable by which requests without a key are its own",
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
     last_used_at = models.DateTimeField(null=True, blank=True)

@@ -97,7 +97,7 @@ class AdminTokenAdmin(CreatingAdmin):
 
     @column(_("Token"))
     def show_prefix(self, token: AdminToken) -> str:
-        return f"msa_{token.keyid}…"
+        return gettext("from the environment") if token.variable else f"msa_{token.keyid}…"
 
     @column(_("State"), ordering="revoked_at", label={"active": "success", "revoked": "danger"})
     def show_state(self, token: AdminToken) -> tuple[str, str]:

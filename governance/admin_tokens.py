@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
+from django.conf import settings
 from django.db import DatabaseError, transaction
 from django.db.models import Q
 from django.utils.translation import gettext as _
@@ -25,10 +27,22 @@ from governance.operations.decisions import require_active
 from governance.operations.proposals import Proposer
 from governance.states import RunState
 from wire import clock
-from wire.credentials import CredentialKind, digest_credential, mint_credential, parse_keyid, verify_credential
+from wire.credentials import (
+    CredentialKind,
+    MintedCredential,
+    derive_credential,
+    digest_credential,
+    is_credential,
+    mint_credential,
+    parse_keyid,
+    stand_in,
+    verify_credential,
+)
 
 if TYPE_CHECKING:
     from core.models import User
+
+logger = logging.getLogger("muster.governance")
 
 MINT = "admin-token-mint"
 _NO_DIGEST = bytes(32)
@@ -64,7 +78,6 @@ def create_admin_token(*, name: str, actor: str, owner: User | None = None) -> t
     Governed: once a policy is active, a token is proposed as ``admin-token-mint`` and claimed. Raises InvalidName,
     NeedsApproval.
     """
-    require_approval(MINT, order=None)
     return _mint(name=name, actor=actor, owner=owner, operation=None)
 
 
@@ -91,17 +104,48 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
     return _mint(name=str(statement.params["name"]), actor=f"user:{user.get_username()}", owner=user, operation=operation)
 
 
-def _mint(*, name: str, actor: str, owner: User | None, operation: Operation | None) -> tuple[AdminToken, str]:
+OWN_SECRET, OWN_NAME = "MUSTER_ADMIN_TOKEN", "environment"
+
+
+@transaction.atomic
+def keep_own_token(*, actor: str) -> None:
+    """Make the token of MUSTER_ADMIN_TOKEN, and end that of another secret. One that somebody revoked stays so.
+
+    Raises NeedsApproval for a new one once a policy is in force.
+    """
+    secret, wanted = settings.OWN_ADMIN_TOKEN, None
+    if secret and not is_credential(secret):
+        wanted = derive_credential(CredentialKind.ADMIN, secret, secret_key=settings.SECRET_KEY)
+    for row in AdminToken.objects.select_for_update().filter(variable=OWN_SECRET, revoked_at=None):
+        if wanted is not None and row.keyid == wanted.keyid:
+            return
+        revoke_admin_token(token_id=row.pk, actor=actor)
+        # Its key id is free for when the secret comes back.
+        AdminToken.objects.filter(pk=row.pk).update(keyid=mint_credential(CredentialKind.ADMIN).keyid)
+    if wanted is None:
+        return
+    if AdminToken.objects.filter(keyid=wanted.keyid).exists():
+        logger.warning("admin_token.own_revoked variable=%s; it was revoked on its page: choose another secret", OWN_SECRET)
+        return
+    _mint(name=OWN_NAME, actor=actor, owner=None, operation=None, own=wanted)
+
+
+def _mint(
+    *, name: str, actor: str, owner: User | None, operation: Operation | None, own: MintedCredential | None = None
+) -> tuple[AdminToken, str]:
+    if operation is None:
+        require_approval(MINT, order=None)
     cleaned = name.strip()
     if not cleaned or len(cleaned) > limits().governance.token_name_chars:
         raise InvalidName(
             _("Give the token a name of 1 to %(most)s characters.") % {"most": limits().governance.token_name_chars},
             param="name",
         )
-    minted = mint_credential(CredentialKind.ADMIN)
+    minted = own or mint_credential(CredentialKind.ADMIN)
     token = AdminToken.objects.create(
-        name=cleaned, keyid=minted.keyid, digest=minted.digest, owner_id=owner.pk if owner else None, minted_by=operation
-    )
+        name=cleaned, keyid=minted.keyid, digest=minted.digest, owner_id=owner.pk if owner else None, minted_by=operation,
+        variable=OWN_SECRET if own is not None else "",
+    )  # fmt: skip
     record_event(
         actor=actor, action="admin_token.create", target=cleaned, detail={"keyid": minted.keyid},
         op_id=operation.printed_id if operation else "",
@@ -127,12 +171,14 @@ def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
     A token whose owner may no longer sign in is None too. Takes the same time whether the key id exists or not. Writes
     ``last_used_at`` at most once a minute. Raises TooManyWrongTokens after too many wrong ones from ``address``.
     """
+    text = stand_in(text, settings.OWN_ADMIN_TOKEN, CredentialKind.ADMIN, secret_key=settings.SECRET_KEY)
     keyid = parse_keyid(text, CredentialKind.ADMIN)
-    if keyid is None:
-        return None
+    if keyid is None and (is_credential(text) or not settings.OWN_ADMIN_TOKEN):
+        return None  # nobody guesses a token that Muster made
     if address and throttle.must_wait(address, digest_credential(text)):
         raise TooManyWrongTokens(_("Too many wrong admin tokens came from this address; wait a second and try again."))
-    token = AdminToken.objects.select_related("owner").filter(keyid=keyid, revoked_at__isnull=True).first()
+    known = AdminToken.objects.select_related("owner").filter(keyid=keyid, revoked_at__isnull=True)
+    token = known.first() if keyid is not None else None
     # Of an unknown id another digest is compared: both take the same steps.
     matches = verify_credential(text, bytes(token.digest) if token is not None else _NO_DIGEST)
     if token is None or not matches or (token.owner is not None and not token.owner.is_active):

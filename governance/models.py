@@ -54,6 +54,13 @@ class AdminToken(models.Model):
         max_length=80, blank=True, default="", db_default="", help_text="The one tenant in which its role counts"
     )
     expires_at = models.DateTimeField(null=True, blank=True)
+    variable = models.CharField(
+        max_length=60,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="The variable that has its text; empty = it was made here",
+    )
     last_used_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True)
 

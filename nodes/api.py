@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
+from django.conf import settings
 from django.urls import re_path
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.utils import OpenApiParameter, extend_schema, extend_schema_field
@@ -26,7 +27,7 @@ from core.throttle import AuthThrottle
 from nodes.errors import BadRequest, InvalidNodeToken, NodeNotFound, TooManyWrongTokens
 from nodes.models import Gpu, Node, NodeCredential, ProviderState, clock_of, presence_of, read_clock, with_clock
 from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections, read_availability
-from nodes.services.credentials import find_credential, read_credential_digests
+from nodes.services.credentials import find_credential, read_bearer, read_credential_digests
 from nodes.services.drains import set_mode
 from nodes.services.figures import ModelFigures, read_gpu_figures, read_uptimes
 from nodes.services.gpus import list_gpus, list_models
@@ -59,8 +60,10 @@ class NodeTokenAuthentication(BaseAuthentication):
         """Return the holder of the credential. Raises InvalidNodeToken (401), TooManyWrongTokens (429)."""
         scheme, _, text = get_authorization_header(request).decode("latin-1").partition(" ")
         text = text.strip()
-        if scheme.lower() != SCHEME or parse_keyid(text, CredentialKind.WORKER) is None:
-            raise InvalidNodeToken(_INVALID)  # it costs no query, so it is not counted
+        is_known_form = parse_keyid(read_bearer(text), CredentialKind.WORKER) is not None
+        # Without a secret of the operator's own nobody guesses one: it costs no query then, and is not counted.
+        if scheme.lower() != SCHEME or not (is_known_form or settings.OWN_WORKER_SECRET):
+            raise InvalidNodeToken(_INVALID)
         return CredentialHolder(credential=_look_up(text, str(request.META.get("REMOTE_ADDR", "")))), None
 
     def authenticate_header(self, request: Request) -> str:
@@ -69,7 +72,7 @@ class NodeTokenAuthentication(BaseAuthentication):
 
 def _look_up(text: str, address: str) -> NodeCredential:
     # Behind a proxy many nodes have one address, so a good credential never waits.
-    if throttle.must_wait(address, digest_credential(text)):
+    if throttle.must_wait(address, digest_credential(read_bearer(text))):
         raise TooManyWrongTokens("Too many wrong node credentials came from this address; wait a second and try again.")
     credential = find_credential(text)
     if credential is None:

@@ -50,7 +50,7 @@ from nodes.questions import open_questions
 from nodes.reports import clean_status, store_endpoints
 from nodes.services import sessions
 from nodes.services.agents import AgentReport, AgentStanding, record_agent_heartbeats
-from nodes.services.credentials import find_credentials, read_credential_digests
+from nodes.services.credentials import find_credentials, read_bearer, read_credential_digests
 from nodes.services.drains import set_mode
 from nodes.services.governance import take_report
 from nodes.session import ModeRequested
@@ -256,7 +256,7 @@ class NodeChannel:
     def _find_credentials(self, asked: list[CredentialCheck]) -> list[NodeCredential | CredentialRefused]:
         # In a database thread: the throttle may ask the database.
         throttle = self.throttle
-        waiting = {check for check in asked if throttle.must_wait(check.address, digest_credential(check.secret))}
+        waiting = {check for check in asked if throttle.must_wait(check.address, digest_credential(read_bearer(check.secret)))}
         found = find_credentials({check.secret for check in asked if check not in waiting})
         answers: list[NodeCredential | CredentialRefused] = []
         for check in asked:

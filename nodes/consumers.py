@@ -27,6 +27,7 @@ from nodes.errors import EnrolmentRefused, TooManySockets
 from nodes.links.relay import SCOPE_FRAMES, FrameSource, RelayLink
 from nodes.models import ProviderState
 from nodes.services import sessions
+from nodes.services.credentials import read_bearer
 from nodes.session import (
     AnswerArrived,
     CertificateAsked,
@@ -279,7 +280,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             if throttle.is_reading_due:
                 with suppress(DatabaseError, InterfaceError):
                     await run_upkeep(throttle.read_good)
-        return throttle.knows(digest_credential(self._read_secret()))
+        return throttle.knows(digest_credential(read_bearer(self._read_secret())))
 
     def _read_secret(self) -> str:
         headers: dict[bytes, bytes] = dict(self.scope["headers"])

@@ -64,6 +64,13 @@ class NodeCredential(models.Model):
     sealed_text = models.TextField(blank=True, default="", db_default="", editable=False, help_text="Encrypted; verifies JWTs")
     provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="credentials")
     node = models.ForeignKey("nodes.Node", on_delete=models.PROTECT, null=True, blank=True, related_name="bound_credentials")
+    variable = models.CharField(
+        max_length=60,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="The variable that has its text; empty = it was made here",
+    )
     max_nodes = models.PositiveIntegerField(default=1, help_text="How many nodes may enrol with it when it is not bound to one")
     allows_models = models.BooleanField(
         default=False, db_default=False, help_text="Clients may use what its nodes declare, unless an operator refused it"

@@ -15,6 +15,7 @@ import secrets
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -52,6 +53,35 @@ def mint_credential(kind: CredentialKind) -> MintedCredential:
     head = f"{kind.value}_{keyid}_{_random_text(32)}"
     text = head + _checksum(head)
     return MintedCredential(kind=kind, keyid=keyid, text=text, digest=digest_credential(text))
+
+
+@lru_cache(maxsize=8)
+def derive_credential(kind: CredentialKind, secret: str, *, secret_key: str) -> MintedCredential:
+    """Return the credential that stands for a secret of the operator's own: the same each time under one ``secret_key``.
+
+    Who has the database alone can try no guesses on what is stored of it.
+    """
+    info = f"muster own {kind.value}".encode()
+    number = int.from_bytes(HKDF(algorithm=SHA256(), length=64, salt=secret_key.encode(), info=info).derive(secret.encode()))
+    digits = []
+    for _ in range(44):
+        number, rest = divmod(number, 62)
+        digits.append(_ALPHABET[rest])
+    head = f"{kind.value}_{''.join(digits[:12])}_{''.join(digits[12:])}"
+    text = head + _checksum(head)
+    return MintedCredential(kind=kind, keyid=head[4:16], text=text, digest=digest_credential(text))
+
+
+def stand_in(text: str, own: str, kind: CredentialKind, *, secret_key: str) -> str:
+    """Return the credential that stands for ``own`` when ``text`` is that secret of the operator's own, else ``text``."""
+    if not own or not hmac.compare_digest(text.encode(), own.encode()) or is_credential(own):
+        return text
+    return derive_credential(kind, own, secret_key=secret_key).text
+
+
+def is_credential(text: str) -> bool:
+    """Return whether a text has the form of a credential that Muster makes, of whatever kind."""
+    return _CREDENTIAL_RE.match(text) is not None
 
 
 def parse_keyid(text: str, kind: CredentialKind) -> str | None:

@@ -19,6 +19,7 @@ from django.conf import settings
 from uvicorn.config import STARTUP_FAILURE, Config
 from uvicorn.server import Server
 
+from controlplane.env import read_keyless
 from controlplane.gateway_server.fast_path import FastPath
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownRequests
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
@@ -26,6 +27,7 @@ from controlplane.tls import CertificateError, Pair, ServedCertificate, load_pai
 from core.limits import limits
 from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
+from gateway.request.identity import Keyless
 from gateway.request.response import Application
 from gateway.urls import make_application, make_inference
 from gateway.values import HeaderView
@@ -160,13 +162,16 @@ def serve(*, host: str, port: int, fd: int | None = None, plain_port: int = 0) -
 
     ``plain_port``: see ``GatewayServer``.
     """
+    sockets = None if fd is None else [socket.socket(fileno=fd)]
+    names = [host, *(str(one.getsockname()[0]) for one in sockets or ())]
     runtime = GatewayRuntime()
+    runtime.keys.keyless = Keyless(read_keyless(*names))
     inference = make_inference(runtime)
     app = GatewayApp(runtime, make_application(runtime, inference), inference)
     context, certificate = open_certificate() if settings.TLS_CERT else (None, None)
     config = make_config(app, host=host, port=port, context=context)
     server = GatewayServer(config, runtime, certificate=certificate, plain_port=plain_port)
-    server.run(None if fd is None else [socket.socket(fileno=fd)])
+    server.run(sockets)
 
 
 def open_certificate() -> tuple[ssl.SSLContext, ServedCertificate]:

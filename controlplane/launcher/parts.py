@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from controlplane.env import LOG_FORMATS, read_choice, read_float, read_list, read_text
+from controlplane.env import LOG_FORMATS, is_loopback, read_choice, read_float, read_list, read_text
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.installation import Credentials, Place, credentials_path
 from controlplane.launcher.postgres import Postgres
@@ -91,7 +91,7 @@ class Addresses:
     @property
     def is_on_loopback(self) -> bool:
         """Whether people open it on this machine: what listens everywhere is reached on loopback as well."""
-        return self.host in _WILDCARDS or _is_loopback(self.host)
+        return self.host in _WILDCARDS or is_loopback(self.host)
 
     @property
     def gateway_url(self) -> str:
@@ -108,7 +108,7 @@ class Addresses:
 
     @property
     def is_open_to_others(self) -> bool:
-        return self.host in _WILDCARDS or not _is_loopback(self.host)
+        return self.host in _WILDCARDS or not is_loopback(self.host)
 
     def outside_urls(self, port: int) -> list[str]:
         """Return the base URLs under which other machines reach a port: one for each address that is listened on, and name.
@@ -354,10 +354,6 @@ def _django(
 
 def _python(arguments: list[str], environment: dict[str, str], sockets: tuple[int, ...] = ()) -> Command:
     return Command(argv=[sys.executable, *arguments], env=environment, cwd=ROOT, sockets=sockets)
-
-
-def _is_loopback(host: str) -> bool:
-    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _bracket(host: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from controlplane.env import SettingError, list_alias_notes, read_path, read_text
+from controlplane.env import SettingError, list_alias_notes, read_keyless, read_path, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import LauncherError, StopRequested, complain, elapsed_s, progress, say
 from controlplane.launcher.files import FileLock, LockHeld, read_json, read_or_create_secret, write_json
@@ -69,7 +69,7 @@ def run_up(options: UpOptions) -> int:
 
     Raises LauncherError and SettingError; nothing is left running then either.
     """
-    _check_settings()
+    _check_settings(options)
     tls = _read_tls(options)
     made, is_empty = find_missing(options.data.absolute()), check_data(options.data)
     data = prepare_data(options.data)
@@ -96,11 +96,12 @@ def _lock_and_run(options: UpOptions, data: Path, tls: _Tls) -> int:
         return _run_locked(options, data, tls)
 
 
-def _check_settings() -> None:
+def _check_settings(options: UpOptions) -> None:
     # Before anything starts: what every part will read, and then what the launcher does, so that all that is wrong is said.
     parts.check_settings()
     parts.read_gateway_grace_s()
     parts.read_node_drain_s()
+    read_keyless(options.host)
     for line in list_alias_notes():
         say(line)
 

@@ -494,12 +494,12 @@ class ApiKeyAdmin(CreatingAdmin):
     @column(gettext_lazy("Name"), ordering="name")
     def show_name(self, key: ApiKey) -> SafeString:
         return format_html(
-            '<span class="mst-pair"><span>{}</span><small class="mst-whole">{}…</small></span>', key.name, key.prefix
+            '<span class="mst-pair"><span>{}</span><small class="mst-whole">{}</small></span>', key.name, self.show_prefix(key)
         )
 
     @column(gettext_lazy("Key"))
     def show_prefix(self, key: ApiKey) -> str:
-        return f"{key.prefix}…"
+        return _("requests without a key") if key.variable else f"{key.prefix}…"
 
     @column(
         gettext_lazy("State"),

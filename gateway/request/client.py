@@ -7,9 +7,11 @@ abort. An ASGI server's own ``send`` and a task that watches ``receive`` would c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from core.limits import GatewayLimits
 from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError
@@ -328,3 +330,42 @@ class ClientConnection:
             self.on_gone()
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
+
+
+_PROXY_HEADERS = (
+    "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-port", "x-forwarded-proto", "x-forwarded-server",
+    "x-original-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip",
+)  # fmt: skip
+
+
+def came_directly(scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+    """Whether a request (``scope``: of ASGI) comes from a program on this machine and nothing says that it was passed on.
+
+    A proxy that hides that it is one cannot be seen.
+    """
+    # The peer of the connection, whatever a header says; none is a socket of this machine.
+    client = scope.get("client")
+    if client and not _is_loopback(str(client[0])):
+        return False
+    # nginx speaks HTTP/1.0 to what stands behind it unless told otherwise.
+    if scope.get("http_version") == "1.0" or any(name in headers for name in _PROXY_HEADERS):
+        return False
+    # A proxy may keep the name that its caller asked for, and a page may have made its own name lead here.
+    host = _read_host(headers.get("host", ""))
+    return not host or host == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def _read_host(value: str) -> str:
+    try:
+        return urlsplit(f"//{value}").hostname or value
+    except ValueError:
+        return value

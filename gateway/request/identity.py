@@ -8,21 +8,33 @@ import uuid
 from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 import msgspec
+from django.conf import settings
 from django.db import DatabaseError
 
 from core.db.threads import run_in_database
 from core.limits import limits
 from core.throttle import AuthThrottle
 from gateway.errors import InvalidApiKey, RateLimited, RecordsUnavailable
+from gateway.request.client import came_directly
 from gateway.request.models import Catalogue, KeyEntry
 from gateway.values import Caller, derive
 from wire import clock
 from wire.credentials import CredentialKind, digest_credential, has_good_checksum, read_keyid
 
 _NO_DIGEST = bytes(32)
+
+
+class Keyless(Enum):
+    """Which requests without a key are let in: none, those of programs on this machine, or all."""
+
+    REFUSED = "refused"
+    NEAR = "near"
+    ADMITTED = "admitted"
 
 
 class KeyRing:
@@ -33,14 +45,23 @@ class KeyRing:
 
     def __init__(self, catalogue: Catalogue, throttle: AuthThrottle | None = None) -> None:
         self.catalogue = catalogue
+        self.keyless = Keyless.REFUSED
         self._throttle = throttle or AuthThrottle()
         self._unknown: dict[str, float] = {}
         self.used: dict[uuid.UUID, float] = {}
 
-    async def identify(self, headers: Mapping[str, str], *, address: str = "") -> Caller:
-        """Return the caller. Raises InvalidApiKey; RecordsUnavailable, RateLimited when a lookup is needed and not possible."""
+    async def identify(
+        self, headers: Mapping[str, str], *, address: str = "", scope: Mapping[str, Any] | None = None
+    ) -> Caller:
+        """Return the caller. ``scope``: of ASGI, where a request without a key may be let in.
+
+        Raises InvalidApiKey; RecordsUnavailable, RateLimited when a lookup is needed and not possible.
+        """
         text, keyid, digest = derive(headers, _read_key.__name__, _read_key)
         if keyid is None:
+            if self.keyless is not Keyless.REFUSED and scope is not None and self._admits_keyless(headers, scope):
+                assert self.catalogue.keyless is not None
+                return self.catalogue.keyless.caller
             raise InvalidApiKey("API key is missing." if not text else "")
         entry = self.catalogue.keys.get(keyid)
         if entry is None and has_good_checksum(text):  # noise with a bad checksum costs no query
@@ -58,6 +79,18 @@ class KeyRing:
         entry = self.catalogue.keys.get(keyid) if keyid is not None else None
         is_good = entry is not None and hmac.compare_digest(digest, entry.digest) and entry.is_usable(clock.unix_s())
         return entry if is_good else None
+
+    def _admits_keyless(self, headers: Mapping[str, str], scope: Mapping[str, Any]) -> bool:
+        # Whoever shows anything at all is held to it.
+        if "authorization" in headers or "x-api-key" in headers:
+            return False
+        entry, origin = self.catalogue.keyless, headers.get("origin", "")
+        if entry is None or not entry.is_usable(clock.unix_s()):
+            return False
+        # A page that somebody opens may send requests from their machine; it needs to be named as for requests with a key.
+        if origin and not {"*", origin} & set(settings.CORS_ORIGINS):
+            return False
+        return self.keyless is Keyless.ADMITTED or came_directly(scope, headers)
 
     def forget_unknown(self) -> None:
         self._unknown.clear()

@@ -103,6 +103,8 @@ class KeyEntry:
     caller: Caller
     revoked: bool
     expires_at: float | None
+    is_keyless: bool = False
+    """Whether requests without a key are its own."""
 
     def is_usable(self, now: float) -> bool:
         return not self.revoked and (self.expires_at is None or now < self.expires_at)
@@ -124,6 +126,8 @@ class Catalogue:
         self.version = 0
         """Another one whenever keys, models or aliases were loaded."""
         self.keys: dict[str, KeyEntry] = {}
+        self.keyless: KeyEntry | None = None
+        """The key whose own requests without a key are; it may be revoked."""
         self.models: dict[str, ModelEntry] = {}
         self.weights: dict[str, Weights] = {}
         """Of the parts of scores, by the models that have their own; always this dictionary."""
@@ -189,6 +193,9 @@ class Catalogue:
 
     def apply_keys(self, entries: list[tuple[str, KeyEntry]], *, replace: bool) -> None:
         self.version += 1
+        named = next((entry for _, entry in entries if entry.is_keyless), None if replace else self.keyless)
+        ended = next((entry for _, entry in entries if named is not None and entry.caller.key_id == named.caller.key_id), named)
+        self.keyless = ended if ended is not None and ended.is_keyless else None
         if replace:
             self.keys = dict(entries)
             return
@@ -252,6 +259,7 @@ class Catalogue:
             ),
             revoked=key.revoked_at is not None or not tenant.is_active,
             expires_at=key.expires_at.timestamp() if key.expires_at is not None else None,
+            is_keyless=bool(key.variable),
         )
 
 

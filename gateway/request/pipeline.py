@@ -206,7 +206,7 @@ class Pipeline:
         if self.is_stopping:
             raise ShuttingDown(retry_after_s=2)
         client = call.client
-        call.caller = await self.keys.identify(client.headers, address=client.address)
+        call.caller = await self.keys.identify(client.headers, address=client.address, scope=client.scope)
         body = await client.read_body(self.limits.max_audio_bytes if call.surface.is_form else None)
         call.bytes_in = len(body)
         record, job = await self._admit(call, body)

@@ -144,7 +144,7 @@ class TicketOffice:
         pipeline = self.pipeline
         if pipeline.is_stopping:
             raise ShuttingDown(retry_after_s=2)
-        caller = await pipeline.keys.identify(client.headers, address=client.address)
+        caller = await pipeline.keys.identify(client.headers, address=client.address, scope=client.scope)
         record_id = new_uuid7()
         asked = await self._judge(client, caller, record_id, extra)
         answer = await self._give(client, caller, record_id, asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 
 from django.db import transaction
@@ -13,7 +14,7 @@ from django.utils.translation import gettext as _
 from core.hints import publish_hint
 from core.limits import limits
 from gateway.models import ApiKey
-from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
+from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked, NameTaken
 from gateway.services.limits import (
     PRIORITY,
     RATE,
@@ -32,7 +33,7 @@ from gateway.services.limits import (
     store_budgets,
     tenant_limit,
 )
-from gateway.services.tenants import get_tenant
+from gateway.services.tenants import create_tenant, get_tenant
 from gateway.values import Budget, Priority
 from governance.audit import record_event
 from governance.registry import RunOrder
@@ -87,6 +88,27 @@ def create_api_key(
     record_event(actor=actor, action="api_key.create", target=cleaned, detail=detail)
     publish_hint("keys", str(key.pk))
     return key, minted.text
+
+
+KEYLESS, KEYLESS_VARIABLE = "keyless", "MUSTER_REQUIRE_API_KEYS"
+"""Name of the tenant and of its key under which requests without a key are, and the variable that lets them in."""
+
+
+@transaction.atomic
+def keep_keyless_key(*, is_on: bool, actor: str) -> None:
+    """Make the tenant and the key of requests without a key, or end the key. One that somebody revoked stays so."""
+    rows = ApiKey.objects.select_for_update().filter(variable=KEYLESS_VARIABLE)
+    if not is_on:
+        for key in rows.filter(revoked_at=None):
+            revoke_api_key(key_id=key.pk, actor=actor)
+            ApiKey.objects.filter(pk=key.pk).update(variable="")
+        return
+    if rows.exists():
+        return
+    with suppress(NameTaken):
+        create_tenant(name=KEYLESS, actor=actor)
+    key, _text = create_api_key(name=KEYLESS, tenant_name=KEYLESS, actor=actor)  # nobody has its text
+    ApiKey.objects.filter(pk=key.pk).update(variable=KEYLESS_VARIABLE)
 
 
 @transaction.atomic

@@ -77,7 +77,7 @@ class ResponseViews:
         _send(client, await _ask(caller, ask))
 
     async def _read(self, client: ClientConnection) -> tuple[Caller, str, dict[str, str]]:
-        caller = await self._runtime.keys.identify(client.headers, address=client.address)
+        caller = await self._runtime.keys.identify(client.headers, address=client.address, scope=client.scope)
         # A kept answer may have megabytes.
         self._runtime.limiter.take(caller.key_id, caller.requests_per_minute)
         query = parse_qs(client.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)

@@ -6,12 +6,9 @@ The shapes under ``/admin`` are those that users of ModelRelay script against: w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from django.conf import settings
@@ -23,7 +20,7 @@ from gateway.dialects.surface import DEFAULT_SURFACE, SURFACES
 from gateway.errors import BadRequest, InvalidAdminToken, ModelUnknown, RouteNotFound, UpgradeRequired
 from gateway.models import ApiKey
 from gateway.process import GatewayRuntime
-from gateway.request.client import ClientConnection
+from gateway.request.client import ClientConnection, came_directly
 from gateway.services.errors import KeyNotFound
 from gateway.services.keys import create_api_key, list_api_keys, revoke_api_key
 from gateway.services.rollups import OUTCOMES, read_provider_requests
@@ -134,7 +131,7 @@ class PublicViews:
     async def _optional_caller(self, client: ClientConnection) -> Caller | None:
         if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
             return None
-        return await self.runtime.keys.identify(client.headers, address=client.address)
+        return await self.runtime.keys.identify(client.headers, address=client.address, scope=client.scope)
 
 
 async def _describe_providers(runtime: GatewayRuntime) -> dict[str, dict[str, object]]:
@@ -169,45 +166,6 @@ def _health_worker(link: Link) -> dict[str, object]:
         "max_concurrent": link.max_concurrent,
         "is_draining": is_draining(link),
     }
-
-
-_PROXY_HEADERS = (
-    "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-port", "x-forwarded-proto", "x-forwarded-server",
-    "x-original-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip",
-)  # fmt: skip
-
-
-def came_directly(scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
-    """Whether a request (``scope``: of ASGI) comes from a program on this machine and nothing says that it was passed on.
-
-    A proxy that hides that it is one cannot be seen.
-    """
-    # The peer of the connection, whatever a header says; none is a socket of this machine.
-    client = scope.get("client")
-    if client and not _is_loopback(str(client[0])):
-        return False
-    # nginx speaks HTTP/1.0 to what stands behind it unless told otherwise.
-    if scope.get("http_version") == "1.0" or any(name in headers for name in _PROXY_HEADERS):
-        return False
-    # A proxy may keep the name that its caller asked for, and a page may have made its own name lead here.
-    host = _read_host(headers.get("host", ""))
-    return not host or host == "localhost" or _is_loopback(host)
-
-
-def _is_loopback(text: str) -> bool:
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
-def _read_host(value: str) -> str:
-    try:
-        return urlsplit(f"//{value}").hostname or value
-    except ValueError:
-        return value
 
 
 class AdminViews:

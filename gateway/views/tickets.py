@@ -44,7 +44,7 @@ def make_ticket_routes(runtime: GatewayRuntime) -> list[tuple[str, Application]]
 
     async def follow(client: ClientConnection) -> None:
         """``GET /v1/tickets/{id}/events``: says when the node of a ticket is lost, with a ticket for another one."""
-        caller = await runtime.keys.identify(client.headers, address=client.address)
+        caller = await runtime.keys.identify(client.headers, address=client.address, scope=client.scope)
         ticket_id = str(client.scope["url_route"]["kwargs"]["ticket_id"])
         slot = runtime.tickets.find_slot(ticket_id, caller)
         client.watch()

@@ -66,7 +66,7 @@ async def _answer(
     surface, limiter = counting.surface, runtime.limiter
     if runtime.pipeline.is_stopping:
         raise ShuttingDown(retry_after_s=2)
-    caller = await runtime.keys.identify(client.headers, address=client.address)
+    caller = await runtime.keys.identify(client.headers, address=client.address, scope=client.scope)
     body = await client.read_body()
     try:
         rate = limiter.take(caller.key_id, caller.requests_per_minute)

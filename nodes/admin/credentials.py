@@ -163,7 +163,7 @@ class NodeCredentialAdmin(CreatingAdmin):
 
     @column(gettext_lazy("Credential"))
     def show_prefix(self, credential: NodeCredential) -> str:
-        return f"msw_{credential.keyid}…"
+        return _("from the environment") if credential.variable else f"msw_{credential.keyid}…"
 
     @column(gettext_lazy("State"), ordering="revoked_at", label={"active": "success", "revoked": "danger"})
     def show_state(self, credential: NodeCredential) -> tuple[str, str]:

@@ -22,7 +22,16 @@ from governance.audit import record_event
 from nodes.errors import BadRequest, Conflict, CredentialNotFound, NodeNotFound, ProviderNotFound
 from nodes.models import Node, NodeCredential, Provider, ProviderState, open_credential, seal_credential
 from wire import clock
-from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential
+from wire.credentials import (
+    CredentialKind,
+    MintedCredential,
+    derive_credential,
+    is_credential,
+    mint_credential,
+    parse_keyid,
+    stand_in,
+    verify_credential,
+)
 
 if TYPE_CHECKING:
     import jwt
@@ -41,11 +50,12 @@ def create_credential(
     max_nodes: int = 1,
     node_id: uuid.UUID | None = None,
     allows_models: bool = False,
+    own: MintedCredential | None = None,
 ) -> tuple[NodeCredential, str]:
     """Create a credential and return it with its text, which exists nowhere else and is shown once.
 
     With ``node_id`` it speaks for that node alone; without, up to ``max_nodes`` nodes may enrol with it. ``allows_models``:
-    clients may use what its nodes declare.
+    clients may use what its nodes declare. ``own``: what stands for the operator's own secret.
     Raises BadRequest, ProviderNotFound, NodeNotFound.
     """
     cleaned = name.strip()
@@ -66,7 +76,7 @@ def create_credential(
             param="provider_name",
         )
     node = _find_bound_node(node_id, provider)
-    minted = mint_credential(CredentialKind.WORKER)
+    minted = own or mint_credential(CredentialKind.WORKER)
     credential = NodeCredential.objects.create(
         name=cleaned,
         keyid=minted.keyid,
@@ -76,6 +86,7 @@ def create_credential(
         node=node,
         max_nodes=max_nodes,
         allows_models=allows_models,
+        variable=OWN_SECRET if own is not None else "",
     )
     detail: dict[str, object] = {"keyid": minted.keyid, "provider": provider.name, "max_nodes": max_nodes}
     if allows_models:
@@ -124,6 +135,42 @@ def trust_models(*, credential_id: int, trusts: bool, actor: str) -> NodeCredent
     return credential
 
 
+OWN_SECRET, OWN_NAME = "MUSTER_WORKER_SECRET", "environment"
+
+
+def read_bearer(text: str) -> str:
+    """Return the credential that a text stands for: itself, or that of the operator's own secret."""
+    return stand_in(text, settings.OWN_WORKER_SECRET, CredentialKind.WORKER, secret_key=settings.SECRET_KEY)
+
+
+@transaction.atomic
+def keep_own_credential(*, actor: str) -> None:
+    """Make the credential of MUSTER_WORKER_SECRET, and end that of another secret or provider.
+
+    One that somebody revoked stays so. Raises BadRequest.
+    """
+    secret, provider_name = settings.OWN_WORKER_SECRET, settings.OWN_PROVIDER
+    wanted = None
+    if secret and not is_credential(secret):
+        wanted = derive_credential(CredentialKind.WORKER, secret, secret_key=settings.SECRET_KEY)
+    for row in NodeCredential.objects.select_for_update().filter(variable=OWN_SECRET, revoked_at=None):
+        if wanted is not None and (row.keyid, row.provider.name) == (wanted.keyid, provider_name):
+            return
+        revoke_credential(credential_id=row.pk, actor=actor)
+        # Its key id is free for when the secret comes back.
+        NodeCredential.objects.filter(pk=row.pk).update(keyid=mint_credential(CredentialKind.WORKER).keyid)
+    if wanted is None:
+        return
+    if NodeCredential.objects.filter(keyid=wanted.keyid).exists():
+        logger.warning("credential.own_revoked variable=%s; it was revoked on its page: choose another secret", OWN_SECRET)
+        return
+    if not Provider.objects.filter(name=provider_name).exclude(state=ProviderState.DELETED).exists():
+        create_provider(name=provider_name, actor=actor)
+    nodes = limits().nodes.credential_nodes
+    # As where the variable comes from: clients may use what a worker with this secret serves.
+    create_credential(name=OWN_NAME, provider_name=provider_name, max_nodes=nodes, allows_models=True, actor=actor, own=wanted)
+
+
 def list_provider_names() -> list[str]:
     """Return the providers that credentials can be of, by name."""
     return list(Provider.objects.exclude(state=ProviderState.DELETED).order_by("name").values_list("name", flat=True))
@@ -139,8 +186,9 @@ def find_credentials(texts: Collection[str]) -> dict[str, NodeCredential]:
 
     A client key or an admin token is none. The provider may be disabled: what that means is for the caller to decide.
     """
+    spoken = {text: read_bearer(text) for text in texts}
     jwts = {text: row for text in texts if text.count(".") == 2 and (row := find_by_jwt(text)) is not None}
-    keyids = {text: keyid for text in texts if (keyid := parse_keyid(text, CredentialKind.WORKER)) is not None}
+    keyids = {text: keyid for text, own in spoken.items() if (keyid := parse_keyid(own, CredentialKind.WORKER)) is not None}
     if not keyids:
         _touch(jwts.values())
         return jwts
@@ -150,7 +198,7 @@ def find_credentials(texts: Collection[str]) -> dict[str, NodeCredential]:
     for text, keyid in keyids.items():
         row = known.get(keyid)
         # Compared also where there is no row: the time does not tell which key ids exist.
-        matches = verify_credential(text, bytes(row.digest) if row is not None else _NO_DIGEST)
+        matches = verify_credential(spoken[text], bytes(row.digest) if row is not None else _NO_DIGEST)
         if row is not None and matches:
             found[text] = row
     _touch(found.values())
@@ -186,7 +234,7 @@ def find_by_jwt(text: str) -> NodeCredential | None:
 
 def read_jwt_subject(text: str) -> str | None:
     """Return the agent that a credential which was found good names; None = it is no JWT and names none."""
-    if text.count(".") != 2:
+    if text.count(".") != 2 or text == settings.OWN_WORKER_SECRET:
         return None
     import jwt
 

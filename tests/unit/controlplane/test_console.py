@@ -34,6 +34,7 @@ from controlplane.env import (
     read_database,
     read_float,
     read_int,
+    read_keyless,
     read_limits,
     read_log_level,
     read_name,
@@ -461,6 +462,29 @@ def test_an_address_to_listen_on_may_be_of_either_kind_and_no_bound_of_a_queue_i
     monkeypatch.setenv("QUEUE_TIMEOUT_SECS", "7")
     bounds = read_limits().gateway
     assert (bounds.max_queue, bounds.queue_s) == (1_000_000, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "named", "mode"),
+    [
+        (("127.0.0.1",), "", "near"), (("localhost", "127.0.0.1"), "", "near"), (("::1",), "", "near"),
+        (("127.0.0.1",), "127.0.0.1", "admitted"), (("0.0.0.0",), "10.0.0.1, 0.0.0.0", "admitted"), (("0.0.0.0",), "", None),
+        (("127.0.0.1", "0.0.0.0"), "", None), (("10.0.0.1",), "0.0.0.0", None),
+    ],
+)  # fmt: skip
+def test_requests_without_a_key_are_let_in_from_elsewhere_only_at_an_address_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], named: str, mode: str | None
+) -> None:
+    monkeypatch.setenv("MUSTER_KEYLESS_ADDRESSES", named)
+    assert read_keyless(*names) == "refused"
+    monkeypatch.setenv("MODELRELAY_REQUIRE_API_KEYS", "false")
+    if mode is not None:
+        assert read_keyless(*names) == mode
+        return
+    with pytest.raises(
+        SettingError, match=r"MODELRELAY_REQUIRE_API_KEYS .*MUSTER_KEYLESS_ADDRESSES=.* MUSTER_REQUIRE_API_KEYS=on"
+    ):
+        read_keyless(*names)
 
 
 BOUNDS = {

@@ -8,7 +8,9 @@ import itertools
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from core.limits import GatewayLimits
 from gateway.apps import check_settings
 from gateway.dialects.body import is_crowded, read_fields, read_options, read_usual_chat
 from gateway.dialects.surface import SURFACES
-from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError
+from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError, InvalidApiKey
 from gateway.request.attempt import KeepAlive
+from gateway.request.client import came_directly
+from gateway.request.identity import Keyless, KeyRing
+from gateway.request.models import Catalogue, KeyEntry
 from gateway.request.response import admit_origin, is_preflight
-from gateway.values import InferenceRequest
-from gateway.views.service import came_directly
+from gateway.values import Caller, HeaderView, InferenceRequest
 from nodes.states import BINARY_ENDPOINTS
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
@@ -121,6 +125,68 @@ def test_only_a_program_on_this_machine_that_asks_for_it_and_was_not_passed_on_i
     for host in ELSEWHERE:
         assert not is_direct(host=host), host
     assert not is_direct(version="1.0", host=HERE[0]), "as a proxy speaks to its upstream"
+
+
+DIRECT = {"client": ("127.0.0.1", 5), "http_version": "1.1"}
+AFAR = {"client": ("10.0.0.7", 5), "http_version": "1.1"}
+PAGE = "https://app.example"
+
+
+@pytest.mark.parametrize(
+    ("mode", "scope", "headers", "is_in"),
+    [
+        (Keyless.REFUSED, DIRECT, {}, False),
+        (Keyless.NEAR, DIRECT, {}, True),
+        (Keyless.NEAR, AFAR, {}, False),
+        (Keyless.NEAR, None, {}, False),
+        (Keyless.NEAR, DIRECT, {"x-forwarded-for": "10.0.0.7"}, False),
+        (Keyless.NEAR, DIRECT, {"host": "rebound.example"}, False),
+        (Keyless.NEAR, DIRECT, {"origin": "https://other.example"}, False),
+        (Keyless.NEAR, DIRECT, {"origin": PAGE}, True),
+        (Keyless.ADMITTED, AFAR, {}, True),
+        (Keyless.ADMITTED, AFAR, {"x-forwarded-for": "10.0.0.7"}, True),
+        (Keyless.ADMITTED, AFAR, {"origin": "https://other.example"}, False),
+        (Keyless.ADMITTED, DIRECT, {"authorization": "Bearer wrong"}, False),
+        (Keyless.ADMITTED, DIRECT, {"authorization": ""}, False),
+        (Keyless.ADMITTED, DIRECT, {"x-api-key": "sk-none"}, False),
+    ],
+)
+async def test_a_request_without_a_key_comes_in_only_where_that_was_said_and_a_wrong_key_never_does(
+    settings: Settings, mode: Keyless, scope: dict[str, Any] | None, headers: dict[str, str], *, is_in: bool
+) -> None:
+    settings.CORS_ORIGINS = [PAGE]
+    catalogue = Catalogue(GatewayLimits())
+    ring, caller = KeyRing(catalogue), make_caller()
+    ring.keyless = mode
+
+    async def ask() -> Caller:
+        return await ring.identify(HeaderView([(k.encode(), v.encode()) for k, v in headers.items()]), scope=scope)
+
+    def apply(*, revoked: bool = False, replace: bool = False, is_keyless: bool = True) -> None:
+        entry = KeyEntry(b"", caller, revoked=revoked, expires_at=None, is_keyless=is_keyless)
+        catalogue.apply_keys([("k", entry)], replace=replace)
+
+    with pytest.raises(InvalidApiKey):
+        await ask()
+    apply()
+    if is_in:
+        assert await ask() is caller
+        apply(revoked=True)
+    with pytest.raises(InvalidApiKey):
+        await ask()
+    held = []
+    for step in (
+        partial(apply, is_keyless=False),
+        partial(apply, replace=True),
+        partial(catalogue.apply_keys, [], replace=True),
+    ):
+        step()
+        held.append(catalogue.keyless is not None)
+    assert held == [False, True, False]
+
+
+def make_caller() -> Caller:
+    return Caller(key_id=uuid.uuid4(), key_name="k", tenant="keyless", requests_per_minute=9, allowed_models=frozenset())
 
 
 CHAT, MESSAGES, RESPONSES, AUDIO = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/audio/transcriptions"

@@ -24,11 +24,13 @@ from wire.client_address import TrustedProxies
 from wire.credentials import (
     CREDENTIAL_PATTERN,
     CredentialKind,
+    derive_credential,
     digest_credential,
     has_good_checksum,
     mint_credential,
     parse_keyid,
     read_keyid,
+    stand_in,
     verify_credential,
 )
 from wire.ids import format_id, new_uuid7, parse_id
@@ -66,6 +68,21 @@ def test_a_credential_with_one_character_changed_is_never_taken(kind: Credential
     text = minted.text[:place] + changed + minted.text[place + 1 :]
     assert all(parse_keyid(text, other) is None for other in CredentialKind)
     assert not verify_credential(text, minted.digest)
+
+
+def test_a_secret_of_ones_own_stands_for_one_credential_of_its_kind_under_the_key_of_the_installation() -> None:
+    worker = derive_credential(CredentialKind.WORKER, "a secret", secret_key="k")
+    assert re.fullmatch(CREDENTIAL_PATTERN, worker.text)
+    assert parse_keyid(worker.text, CredentialKind.WORKER) == worker.keyid
+    others = [
+        derive_credential(CredentialKind.ADMIN, "a secret", secret_key="k"),
+        derive_credential(CredentialKind.WORKER, "a secret", secret_key="l"),
+        derive_credential(CredentialKind.WORKER, "b secret", secret_key="k"),
+    ]
+    assert len({worker.keyid, *(other.keyid for other in others)}) == len(others) + 1
+    assert stand_in("a secret", "a secret", CredentialKind.WORKER, secret_key="k") == worker.text
+    for text, own in (("b secret", "a secret"), ("", ""), ("a secret", ""), (worker.text, worker.text)):
+        assert stand_in(text, own, CredentialKind.WORKER, secret_key="k") == text
 
 
 def test_an_id_carries_version_variant_and_the_time() -> None:
