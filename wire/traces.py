@@ -114,4 +114,5 @@ def open_traces(environment: Mapping[str, str], *, service: str, instance: str) 
         logger.warning("traces.off reason=%s", words)
         return None
     named = {"service.name": service, "service.version": RELEASE, "service.instance.id": instance}
+    logger.info("traces.on sampler=%s share=%g", sampler, ratio)
     return export_traces(sampler, ratio, named)
