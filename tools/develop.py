@@ -12,9 +12,11 @@ from pathlib import Path
 from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.environment import ROOT
 from tools import mutants
+from tools.advisories import SOURCE, renew
 from tools.browsers import VARIABLE, ensure_chromium
 from tools.client_tests import TESTS as CLIENT_TESTS
 from tools.client_tests import client_environment
+from tools.licences import FILE, list_locked, print_table
 from tools.vllm_tests import TESTS as VLLM_TESTS
 from tools.vllm_tests import vllm_environment
 from wire import clock
@@ -106,8 +108,18 @@ def run_check() -> int:
     return 1 if any(status for status, _ in results.values()) else 0
 
 
-def run_lock() -> int:
-    """Recompile the lock files from pyproject.toml. Returns the exit status."""
+def run_lock(*, advisories: str | None, is_licences: bool) -> int:
+    """Recompile the lock files from pyproject.toml, or renew what is kept about them. Returns the exit status.
+
+    ``advisories``: where the snapshot is taken from, empty = OSV. Raises LauncherError.
+    """
+    if advisories is not None:
+        say(renew(ROOT, advisories or SOURCE, list_locked(ROOT)))
+    if is_licences:
+        (ROOT / FILE).write_text(print_table(ROOT), encoding="utf-8")
+        say(f"{FILE}: {len(list_locked(ROOT))} packages")
+    if advisories is not None or is_licences:
+        return 0
     environment = _environment()
     environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
     return _run(["sh", "requirements/lock.sh"], environment)

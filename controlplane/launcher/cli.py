@@ -207,7 +207,11 @@ def _add_developers(add: Callable[[str, str, _Runner, str], argparse.ArgumentPar
         test.add_argument(f"--{name}", action="store_true", help=text)
     add("check", "format, lint, types, import contracts, migrations", _run_tool, "")
     add("messages", "collect what pages say for translation, and compile the translations", _run_tool, "")
-    add("lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_tool, "")
+    lock = add("lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_tool, "")
+    text = "only renew the snapshot of known advisories, from OSV's archive for PyPI or the one that is named"
+    lock.add_argument("--advisories", nargs="?", const="", metavar="FILE|URL", help=text)
+    text = "only write the list of licences, from what is installed here"
+    lock.add_argument("--licences", action="store_true", help=text)
 
 
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
@@ -414,9 +418,15 @@ def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> 
     return run_tests(rest, ring=next((name for name in _RINGS if getattr(options, name)), ""))
 
 
-def _run_tool(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
+def _run_tool(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
     from tools.develop import run_check, run_lock
     from tools.messages import run_messages
 
-    return {"check": run_check, "lock": run_lock, "messages": run_messages}[argv[0]]()
+    match argv[0]:
+        case "check":
+            return run_check()
+        case "lock":
+            return run_lock(advisories=options.advisories, is_licences=options.licences)
+        case _:
+            return run_messages()

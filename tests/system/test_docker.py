@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from wire import RELEASE
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILES = ["Dockerfile.runner", "Dockerfile.server"]
@@ -241,6 +243,11 @@ def test_a_program_imports_nothing_that_its_lock_file_lacks(lock: str, modules: 
 def test_the_bill_of_materials_names_what_is_locked_with_all_its_hashes_and_nothing_else(lock: str) -> None:
     said = subprocess.run([sys.executable, "requirements/sbom.py", lock], cwd=ROOT, capture_output=True, text=True, check=True)
     bill = json.loads(said.stdout)
+    chart = [one for one in bill["components"] if one["purl"].startswith("pkg:npm/")]
+    bill["components"] = [one for one in bill["components"] if one not in chart]
+    vendored = (ROOT / "controlplane/static/muster/vendor/uplot.js").read_text(encoding="utf-8")
+    assert [f"(v{one['version']})" in vendored[:200] for one in chart] == ([True] if lock in {"server", "dev"} else [])
+    assert (bill["metadata"]["component"]["version"], all(one["licenses"] for one in bill["components"])) == (RELEASE, True)
     text = (ROOT / "requirements" / f"{lock}.txt").read_text()
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     assert {normalise(one["name"]) for one in bill["components"]} == list_locked(lock)
