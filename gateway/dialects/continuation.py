@@ -109,6 +109,7 @@ class _Chunk(msgspec.Struct):
     kind: str = msgspec.field(default="", name="object")
     choices: list[_Choice] = []
     error: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw = msgspec.Raw()
 
 
 _chunk_decoder = msgspec.json.Decoder(_Chunk)
@@ -124,10 +125,11 @@ class Ask(msgspec.Struct, frozen=True):
 class Continuation:
     """One answer over several attempts: ``feed`` … of the first; then, as often as a node dies, ``ask_next`` and ``feed`` ….
 
-    ``path``, ``body``: what the first node was asked. ``max_bytes``: most text that is kept, as UTF-8.
+    ``path``, ``body``: what the first node was asked. ``max_bytes``: most text that is kept, as UTF-8. ``prompt_tokens``: an
+    estimate, for an answer whose text is whole and whose node died before it counted.
     """
 
-    def __init__(self, path: str, body: bytes, *, max_bytes: int) -> None:
+    def __init__(self, path: str, body: bytes, *, max_bytes: int, prompt_tokens: int = 0) -> None:
         self._path = path
         self._body = body
         self._bytes_left = max_bytes
@@ -145,7 +147,10 @@ class Continuation:
         self._head: _Chunk | None = None
         """The first chunk, whose id and time all the others have."""
         self._has_role = False
-        self._is_finished = self._is_done = False
+        self._is_finished = self._is_done = self._has_usage = False
+        self._prompt_tokens = prompt_tokens
+        self.has_estimated_usage = False
+        """Whether ``close`` counted what the client is told, because no node did."""
         self.nodes: list[tuple[uuid.UUID, str]] = []
         """Id and name of the nodes that said something of the answer, as whoever asks them notes."""
         self.first_byte_at: float | None = None
@@ -210,6 +215,9 @@ class Continuation:
             return b""
         if not self._is_finished:
             events = self._render_end("length")
+        if not self._has_usage and self._wants_usage():
+            self.has_estimated_usage = True
+            events += self._render_usage()
         self._cutter = EventCutter()
         return events + _DONE_EVENT
 
@@ -274,6 +282,7 @@ class Continuation:
             self._give_up("the engine itself reported an error")
         if self._head is None and chunk.id:
             self._head = chunk
+        self._has_usage = self._has_usage or bytes(chunk.usage) not in _NOTHING
         return chunk
 
     def _take_choice(self, choice: _Choice, text: str | None) -> None:
@@ -367,13 +376,24 @@ class Continuation:
         given = [msgspec.json.decode(fields.get(name, b"null")) for name in ("max_completion_tokens", "max_tokens")]
         return next((most for most in given if isinstance(most, int)), None)
 
+    def _wants_usage(self) -> bool:
+        options = msgspec.json.decode(_fields_decoder.decode(self._body).get("stream_options", b"null"))
+        return isinstance(options, dict) and options.get("include_usage") is True
+
     def _render_end(self, reason: str) -> bytes:
+        said: dict[str, object] = {"delta": {}} if self._path == CHAT_PATH else {"text": ""}
+        return self._render_chunk(choices=[{"index": 0, **said, "finish_reason": reason}])
+
+    def _render_usage(self) -> bytes:
+        # As the present node would count, since ``feed`` makes of it what one node would have.
+        prompt, completion = self._prompt_tokens + self._asked_tokens, max(0, self._tokens - self._asked_tokens)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return self._render_chunk(choices=[], usage=usage)
+
+    def _render_chunk(self, **said: object) -> bytes:
         head, is_chat = self._head or _Chunk(), self._path == CHAT_PATH
-        said: dict[str, object] = {"delta": {}} if is_chat else {"text": ""}
-        chunk = {
-            "id": head.id, "object": "chat.completion.chunk" if is_chat else "text_completion", "created": head.created,
-            "model": head.model, "choices": [{"index": 0, **said, "finish_reason": reason}],
-        }  # fmt: skip
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        chunk = {"id": head.id, "object": kind, "created": head.created, "model": head.model, **said}
         return b"data: " + _encode(chunk) + b"\n\n"
 
 

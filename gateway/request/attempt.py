@@ -663,6 +663,7 @@ class Exchange(Sink):
             failure = self._rewriter.failure or failure
         if continuation is not None:
             failure = failure or continuation.failure
+            usage = None if continuation.has_estimated_usage else usage  # the record estimates for itself, and says so
         if failure is not None:
             if last:
                 self._client.write(last)

@@ -651,7 +651,8 @@ class Pipeline:
             if request.options is not None and request.options.resume:
                 job.unmatched = msgspec.structs.replace(job.unmatched or Unmatched(), resume=ineligibility)
             return None
-        return Continuation(path, body, max_bytes=self.limits.continued_bytes)
+        prompt_tokens = request.prompt_chars // self.limits.token_chars
+        return Continuation(path, body, max_bytes=self.limits.continued_bytes, prompt_tokens=prompt_tokens)
 
     def make_exchange(self, call: Call, job: Job, lease: Lease, translation: Translation | None = None) -> Exchange:
         """Return an attempt that was not begun yet."""

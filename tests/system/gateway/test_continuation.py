@@ -215,7 +215,7 @@ async def test_an_answer_that_lacks_only_its_end_is_ended_without_a_node(make_ga
         assert read_text(request) == "Once there\n"
         assert request.client.body.endswith(b"data: [DONE]\n\n")
         assert (b'"length"' in request.client.body) == (most == 3)
-        assert await request.record("state", "attempts") == ("completed", 1)
+        assert await request.record("state", "attempts", "tokens_estimated") == ("completed", 1, True)
 
 
 async def test_it_waits_for_a_slot_with_signs_of_life_and_its_client_may_leave(make_gateway: Make) -> None:

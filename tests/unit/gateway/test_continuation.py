@@ -82,9 +82,9 @@ class Engine:
 def open_joined(path: str, body: bytes, *, tidies: bool = False) -> tuple[Continuation, JoinedStream | JoinedTranslator]:
     """Return what stands between the nodes and a client that speaks ``path``."""
     if path in (MESSAGES, RESPONSES):
-        continuation = Continuation(CHAT_PATH, body, max_bytes=1000)
+        continuation = Continuation(CHAT_PATH, body, max_bytes=1000, prompt_tokens=PROMPT_TOKENS)
         return continuation, JoinedTranslator(continuation, open_answer(path))
-    continuation = Continuation(path, body, max_bytes=1000)
+    continuation = Continuation(path, body, max_bytes=1000, prompt_tokens=PROMPT_TOKENS)
     return continuation, JoinedStream(continuation, ChatTidier() if tidies else None)
 
 
@@ -151,21 +151,33 @@ def test_wherever_nodes_die_a_client_reads_one_answer_without_a_missing_or_repea
     ]
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES, RESPONSES])
+def test_a_node_that_dies_between_its_last_word_and_its_count_leaves_no_answer_without_usage(path: str) -> None:
+    body = CHAT_BODY[:-1] + b',"stream_options":{"include_usage":true}}'
+    engine = Engine("Once upon", [1], 1)
+    whole = engine.answer(Ask(CHAT_PATH, body))
+    dies_after = whole.index(b'"stop"') + len(b'"stop"}]}\n\n')
+    assert b"usage" not in whole[:dies_after]
+    data = relay(path, body, [(engine, dies_after)], size=4000, blank=b"\n\n", tidies=False)
+    events = [json.loads(event.data) for event in read_stream(data).events if event.data != "[DONE]"]
+    found = [event.get("usage") or event.get("response", {}).get("usage") for event in events]
+    (usage,) = [one for one in found if one and one.get("output_tokens", one.get("completion_tokens"))]
+    assert usage.get("output_tokens", usage.get("completion_tokens")) == len("Once upon")
+
+
 @examples(80)
 @given(text=TEXT, most=st.integers(1, 45), deaths=st.lists(st.integers(0, 5000), max_size=3), size=st.integers(1, 400))
 def test_all_nodes_together_say_no_more_tokens_than_were_asked_for_and_usage_is_that_of_one_answer(
     text: str, most: int, deaths: list[int], size: int
 ) -> None:
-    body = json.dumps({**json.loads(CHAT_BODY), "max_tokens": most}).encode()
+    wants_usage = {"stream_options": {"include_usage": True}}
+    body = json.dumps({**json.loads(CHAT_BODY), "max_tokens": most, **wants_usage}).encode()
     engine = Engine(text, [1], 1)
     data = relay(CHAT_PATH, body, [*[(engine, at) for at in deaths], (engine, None)], size=size, blank=b"\n\n", tidies=False)
     assert read_text(CHAT_PATH, data) == text[:most]
     usage = [chunk["usage"] for chunk in read_chunks(data) if chunk.get("usage")]
     spoken = len(text[:most])
-    assert usage in (
-        [],
-        [{"prompt_tokens": PROMPT_TOKENS, "completion_tokens": spoken, "total_tokens": PROMPT_TOKENS + spoken}],
-    )
+    assert usage == [{"prompt_tokens": PROMPT_TOKENS, "completion_tokens": spoken, "total_tokens": PROMPT_TOKENS + spoken}]
 
 
 def feed(continuation: Continuation, *deltas: Mapping[str, object], finish: str | None = None) -> bytes:
