@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.environment import ROOT
-from tools.package import installed, wheel
+from tools.package import installed
+from tools.package.__main__ import CHECKS
 from tools.package.checks import Check, NotHere, Passed, Workplace, open_workplace
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -22,7 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         yield place
 
 
-@pytest.mark.parametrize("check", [*wheel.CHECKS, *installed.CHECKS], ids=lambda check: check.name)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_the_packages_pass_what_this_machine_can_check(check: Check, place: Workplace) -> None:
     outcome = check.run(place)
     assert isinstance(outcome, Passed | NotHere), outcome
