@@ -165,6 +165,55 @@ TO_CLIENT: Final = frozenset(
 )
 
 
+class _Streamed(msgspec.Struct):
+    """What of a request says how it is answered; a provider judges the types."""
+
+    stream: object = None
+    stream_options: object = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return isinstance(self.stream_options, dict) and self.stream_options.get("include_usage") is True
+
+
+class _Message(msgspec.Struct):
+    tool_calls: list[dict[str, object]] | None = None
+
+
+class _Said(msgspec.Struct):
+    message: dict[str, object]
+    index: int = 0
+    finish_reason: str | None = None
+
+
+class _Whole(msgspec.Struct):
+    choices: list[_Said]
+    id: str = ""
+    created: int = 0
+    usage: dict[str, object] | None = None
+
+
+def _say_as_stream(body: bytes, model: str, *, wants_usage: bool) -> bytes:
+    """Return a whole chat completion as the chunks of a stream; nothing where it is none."""
+    try:
+        whole = msgspec.json.decode(body, type=_Whole)
+        for said in whole.choices:
+            calls = msgspec.convert(said.message, _Message).tool_calls
+            if calls:  # a chunk numbers them
+                said.message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    except UNREADABLE:
+        return b""
+    head = {"id": whole.id, "object": "chat.completion.chunk", "created": whole.created, "model": model}
+    chunks: list[dict[str, object]] = []
+    for said in whole.choices:
+        delta = {name: value for name, value in said.message.items() if value is not None}
+        chunks.append({"choices": [{"index": said.index, "delta": delta, "finish_reason": None}]})
+        chunks.append({"choices": [{"index": said.index, "delta": {}, "finish_reason": said.finish_reason or "stop"}]})
+    if wants_usage and whole.usage is not None:
+        chunks.append({"choices": [], "usage": whole.usage})
+    return b"".join(b"data: " + msgspec.json.encode({**head, **chunk}) + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+
+
 class _ProviderResponse(aiohttp.ClientResponse):
     """An answer that can be changed before anybody reads it."""
 
@@ -262,7 +311,7 @@ class RemoteModel:
         try:
             response = await self._send(self._session, body)
             self._open.add(response)
-            await self._receive(response)
+            await self._receive(response, streams=msgspec.json.decode(body, type=_Streamed))
             yield response
         finally:
             self._running -= 1
@@ -350,7 +399,7 @@ class RemoteModel:
             log.info("provider is asked again model=%s reason=%s in_s=%.1f", self._plan.model_id, reason, pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _receive(self, response: _ProviderResponse) -> None:
+    async def _receive(self, response: _ProviderResponse, streams: _Streamed) -> None:
         status, is_json = response.status, response.content_type.endswith("json")
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             # Its text may repeat a part of the key, and a client that reads 401 would doubt its own.
@@ -369,8 +418,17 @@ class RemoteModel:
         body = await _read_all(response)
         if self._key:
             body = body.replace(self._key, b"(key)")
-        if is_json:
-            response.adopt(body=self._rename(body) if status < 300 else body)
+        if is_json and status < 300:
+            # Some providers answer a streamed request in one piece.
+            events = (
+                _say_as_stream(body, self._plan.model_id, wants_usage=streams.wants_usage) if streams.stream is True else b""
+            )
+            if events:
+                response.adopt(content_type="text/event-stream", body=events)
+            else:
+                response.adopt(body=self._rename(body))
+        elif is_json:
+            response.adopt(body=body)
         else:
             response.adopt(content_type="application/json", body=_describe(status))
 

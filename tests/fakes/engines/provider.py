@@ -46,6 +46,8 @@ class ProviderContract:
     tells_usage: bool = True
     headers: dict[str, str] = field(default_factory=dict)
     compresses: bool = False
+    streams: bool = True
+    """Whether it answers a streamed request with a stream."""
     asked: list[dict[str, object]] = field(default_factory=list)
     seen_headers: list[dict[str, str]] = field(default_factory=list)
     tries: int = 0
@@ -88,7 +90,7 @@ class ProviderContract:
         try:
             await self.may_answer.wait()
             await takes(self.pause_s)
-            return await (self._stream(request, body) if body.get("stream") else self._whole(body))
+            return await (self._stream(request, body) if body.get("stream") and self.streams else self._whole(body))
         finally:
             self.running -= 1
 

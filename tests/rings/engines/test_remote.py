@@ -131,6 +131,21 @@ async def test_an_answer_comes_back_under_our_name_and_without_the_owners_accoun
         assert set(streamed.headers) == {"content-type", "x-request-id"}
 
 
+@pytest.mark.parametrize("wants_usage", [False, True])
+async def test_a_provider_that_answers_a_streamed_request_in_one_piece_is_heard_as_a_stream(wants_usage: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if wants_usage else {}
+    async with loaded(ProviderContract(streams=False)) as (engine, _):
+        got = await ask(engine, chat_call("cloud-large", "Hello", stream=True, **options))
+    events = got.body.decode().removesuffix("\n\n").split("\n\n")
+    assert (got.headers["content-type"], events.pop()) == ("text/event-stream", "data: [DONE]")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {(chunk["model"], chunk["object"]) for chunk in chunks} == {("cloud-large", "chat.completion.chunk")}
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert deltas == [{"role": "assistant", "content": "word"}, {}]
+    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]] == [None, "stop"]
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks if "usage" in chunk] == ([21] if wants_usage else [])
+
+
 @pytest.mark.parametrize(
     ("provider", "error"),
     [
