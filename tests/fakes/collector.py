@@ -33,7 +33,8 @@ class Collector:
     spans: list[Received] = field(default_factory=list)
 
     def of_trace(self, trace_id: str) -> list[Received]:
-        return sorted((span for span in self.spans if span.trace_id == trace_id), key=lambda span: span.starts)
+        """Return the spans of a trace, the outer before the inner."""
+        return sorted((span for span in self.spans if span.trace_id == trace_id), key=lambda span: (span.starts, -span.ends))
 
     def take(self, body: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+import socket
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 
 from tests.fakes.collector import Received, print_tree, run_collector
-from tests.fakes.stack import run_stack
+from tests.fakes.stack import Ready, run_stack
 from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(300)]
 CLIENTS = "0af7651916cd43dd8448eb211c80319c"
 PROMPT = "nobody may read this in a trace"
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
+
+
+def ask_whole(ready: Ready, *, times: int) -> list[str]:
+    """Ask with head and body in one piece, as is served without a task once the head is known; return the ids of requests."""
+    where = urlsplit(ready.gateway_url)
+    body = json.dumps({"model": ready.model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {where.netloc}\r\nauthorization: Bearer {ready.api_key}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    found = []
+    with socket.create_connection((str(where.hostname), where.port or 80), timeout=30) as line:
+        for _ in range(times):
+            line.sendall(head.encode() + body)
+            answer = b""
+            while b"}]" not in answer or b'"usage"' not in answer:
+                answer += line.recv(65536)
+            found.append(re.findall(rb"x-request-id: (req_[0-9a-f]{32})", answer)[0].decode())
+    return found
 
 
 def test_one_trace_goes_from_the_sdk_through_gateway_and_node_to_the_engine() -> None:
@@ -37,7 +58,7 @@ def test_one_trace_goes_from_the_sdk_through_gateway_and_node_to_the_engine() ->
             return collector.of_trace(trace_id)
 
         theirs = ask(stream=True, extra_headers={"traceparent": f"00-{CLIENTS}-b7ad6b7169203331-01"})
-        own = [ask(stream=bool(turn % 2)) for turn in range(4)]  # the later ones have a head that is known, without a task
+        own = [ask(), ask(stream=True), *ask_whole(ready, times=3)]  # of the latter the head is known soon
         for trace_id, request_id in ((CLIENTS, theirs), *((each.removeprefix("req_"), each) for each in own)):
             spans = of_trace(trace_id)
             gateway, attempt, node, engine = spans
@@ -52,6 +73,8 @@ def test_one_trace_goes_from_the_sdk_through_gateway_and_node_to_the_engine() ->
                 assert span.starts <= span.ends <= gateway.ends
             assert attempt.attributes["gen_ai.response.finish_reasons"] == ["length"]
             assert engine.attributes["gen_ai.response.finish_reasons"] == ["length"]
+        gateway, attempt, *_ = of_trace(own[-1].removeprefix("req_"))
+        assert attempt.starts == gateway.starts  # the path without a task asks the node with the times of the request itself
         assert PROMPT not in repr(collector.spans)
         assert ready.api_key not in repr(collector.spans)
         sdk.close()
