@@ -20,7 +20,6 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import (
     ALWAYS_OFF,
     ALWAYS_ON,
-    Decision,
     ParentBased,
     Sampler,
     SamplingResult,
@@ -37,6 +36,7 @@ from wire.limits import WIRE
 logger = logging.getLogger("muster.traces")
 
 _NOTHING = Context()
+_ALL_IDS = TraceIdRatioBased.TRACE_ID_LIMIT
 _w3c = TraceContextTextMapPropagator()
 
 
@@ -84,9 +84,10 @@ class Traces:
     """The traces of one process. Its spans are begun in one thread."""
 
     def __init__(self, provider: TracerProvider, sampler: RequestSampler, ids: RequestIds) -> None:
-        self._provider, self._sampler, self._ids = provider, sampler, ids
+        self._provider, self._ids = provider, ids
         self._tracer = provider.get_tracer("muster")
         self._any_id = RandomIdGenerator().generate_trace_id
+        self.keeps_root = sampler.keeps_root
 
     def begin(
         self, name: str, headers: Mapping[str, str], *, at: float, trace_id: int = 0, is_root: bool = True
@@ -101,7 +102,7 @@ class Traces:
             context = _w3c.extract({name: headers[name] for name in _w3c.fields if name in headers}, _NOTHING)
         if context is _NOTHING:
             trace_id = trace_id or self._any_id()
-            if not (is_root and self._sampler.keeps_root(trace_id)):  # most requests cost no more
+            if not (is_root and self.keeps_root(trace_id)):
                 return None
         self._ids.next_trace_id = trace_id
         shift_s = clock.unix_s() - clock.monotonic()
@@ -135,11 +136,13 @@ class RequestSampler(Sampler):
     """
 
     def __init__(self, root: Sampler, *, is_parent_based: bool) -> None:
-        self._root, self._all = root, ParentBased(root) if is_parent_based else root
+        self._all = ParentBased(root) if is_parent_based else root
+        # What the SDK does for a trace that begins, without its eight calls: every request asks.
+        self._bound = root.bound if isinstance(root, TraceIdRatioBased) else _ALL_IDS + 1 if root is ALWAYS_ON else 0
 
     def keeps_root(self, trace_id: int) -> bool:
         """Whether a trace that begins here is kept."""
-        return self._root.should_sample(_NOTHING, trace_id << 2, "").decision is not Decision.DROP
+        return trace_id << 2 & _ALL_IDS < self._bound
 
     def should_sample(
         self, parent_context: Context | None, trace_id: int, name: str, kind: SpanKind | None = None,

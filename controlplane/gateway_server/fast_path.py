@@ -249,7 +249,7 @@ class FastRequest(KnownCycle, Sink):
         metrics.COUNTERS.in_flight += 1
         self._number = pipeline.dispatcher.take_number()
         headers = request.headers
-        if pipeline.traces is not None:
+        if pipeline.traces is not None and pipeline.traces.keeps_root(self._record_id.int):  # no known head has a traceparent
             headers = self._begin_trace(pipeline.traces)
         opened = OpenRequest(
             request_id=self.request_id,

@@ -54,7 +54,6 @@ class RequestTrace:
             "gen_ai.provider.name": "muster",
             "gen_ai.request.model": model,
             "server.address": link.target.host if isinstance(link, HttpLink) else link.node_name,
-            "muster.node.id": format_id("node", link.node_id),
             "muster.node.name": link.node_name,
             "muster.attempt": number,
         }
@@ -104,7 +103,6 @@ class RequestTrace:
         told: dict[str, str | int | bool] = {
             "http.request.method": "POST",
             "http.route": self.path,
-            "url.path": self.path,
             "gen_ai.operation.name": name_operation(self.path),
             "muster.request.id": self.request_id,
         }
@@ -115,18 +113,17 @@ class RequestTrace:
             told |= {
                 "gen_ai.request.model": record.asked_model or record.model,
                 "gen_ai.response.model": record.model,
-                "gen_ai.request.stream": record.is_streaming,
                 "muster.tenant": record.tenant,
-                "muster.node.name": record.node_name,
                 "muster.attempts": record.attempts,
-                "muster.queue_ms": record.queue_ms or 0,
-                "muster.bytes_out": record.bytes_out,
             }
+            if record.is_streaming:
+                told["gen_ai.request.stream"] = True
             if record.max_tokens is not None:
                 told["gen_ai.request.max_tokens"] = record.max_tokens
             if record.prompt_tokens is not None and record.completion_tokens is not None:
                 told |= write_usage(record.prompt_tokens, record.completion_tokens, record.cached_tokens or 0)
-                told["muster.tokens.estimated"] = record.tokens_estimated
+                if record.tokens_estimated:
+                    told["muster.tokens.estimated"] = True
         told |= {"muster.outcome": outcome.value, "http.response.status_code": status}
         # By HTTP's conventions a caller's mistake is no error of the server.
         is_fault = error is not None and outcome is RequestOutcome.FAILED
@@ -142,8 +139,5 @@ def begin_trace(
 
 
 def write_usage(prompt: int, completion: int, cached: int) -> dict[str, int]:
-    return {
-        "gen_ai.usage.input_tokens": prompt,
-        "gen_ai.usage.output_tokens": completion,
-        "gen_ai.usage.cache_read.input_tokens": cached,
-    }
+    told = {"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": completion}
+    return {**told, "gen_ai.usage.cache_read.input_tokens": cached} if cached else told

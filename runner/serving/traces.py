@@ -39,9 +39,12 @@ class SlotTrace:
         """End it. ``word``: how it ended, in the words of the node's counters; ``error``: the code that its client was told."""
         request, now = self.request, clock.monotonic()
         said: dict[str, str | int | float | bool | tuple[str, ...]] = {
-            "gen_ai.operation.name": name_operation(request.endpoint), "gen_ai.request.model": request.model,
-            "gen_ai.request.stream": request.is_streaming,
-        }  # fmt: skip
+            "gen_ai.operation.name": name_operation(request.endpoint),
+        }
+        if self._model:  # of one that is refused nobody knows what its client wrote there
+            said["gen_ai.request.model"] = self._model
+        if request.is_streaming:
+            said["gen_ai.request.stream"] = True
         if answer is not None:
             said |= _describe(answer)
         fault = (error or "engine_failed") if word == "error" else ""
@@ -49,7 +52,7 @@ class SlotTrace:
             told = {"gen_ai.provider.name": self._engine_name, "gen_ai.response.model": self._model}
             self.engine.end(now, {**said, **told}, error=fault)
         own = {
-            "http.request.method": request.method, "http.route": request.endpoint, "url.path": request.endpoint,
+            "http.request.method": request.method, "http.route": request.endpoint,
             "muster.request.id": request.request_id, "muster.tenant": request.tenant, "muster.outcome": word,
         }  # fmt: skip
         self.span.end(now, {**said, **own}, error=fault)
