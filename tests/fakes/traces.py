@@ -22,6 +22,12 @@ class Remembered:
     def spans(self) -> list[ReadableSpan]:
         return list(self._exporter.get_finished_spans())
 
+    def take(self) -> list[ReadableSpan]:
+        """Return them, and forget them."""
+        taken = self.spans
+        self._exporter.clear()
+        return taken
+
     def of(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.spans if span.name == name]
 

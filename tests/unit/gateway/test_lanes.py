@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, cast
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan
 from uvicorn.server import ServerState
 
 from controlplane.gateway_server.fast_path import FastPath
@@ -36,6 +37,7 @@ from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import REPLY, SSE, STREAM, Gateway, MemoryDatabase, give_budget
 from tests.fakes.server_door import MemoryTransport
+from tests.fakes.traces import Remembered
 from tests.fakes.virtual_loop import VirtualLoop
 from tests.fakes.waiting import eventually, takes, turns
 
@@ -157,7 +159,7 @@ def asks(draw: st.DrawFn) -> Ask:
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of a request: bytes to its client, rows, what was counted, and its line in the access log."""
+    """What became of a request: bytes to its client, rows, what was counted, its line in the access log, and its spans."""
 
     said: bytes
     is_over: bool
@@ -165,6 +167,7 @@ class Seen:
     counted: dict[str, float]
     asked: int
     lines: list[bytes]
+    spans: list[object]
 
 
 class CountedRequests(KnownRequests):
@@ -192,9 +195,11 @@ class CountedPath(FastPath):
 class Lane:
     """A gateway's HTTP server in memory. ``is_known``: it remembers heads."""
 
-    def __init__(self, *, is_known: bool) -> None:
+    def __init__(self, *, is_known: bool, is_traced: bool = False) -> None:
+        self.remembered = Remembered() if is_traced else None
         self.database = MemoryDatabase()
         self.gateway = Gateway(connect=self.database.connect, limits=limits().gateway)
+        self.gateway.pipeline.traces = None if self.remembered is None else self.remembered.traces
         self.lines: list[bytes] = []
         stream = SimpleNamespace(write=self.lines.append, flush=lambda: None)
         self.access = AccessLog(AccessMode.ON, self.gateway.limits, stream=cast("BinaryIO", stream), write_line=write_json)
@@ -251,7 +256,8 @@ class Lane:
         lines, self.lines[:] = [mask(line) for batch in self.lines for line in batch.splitlines()], []
         ended = sum(number for name, number in counted.items() if name.startswith("muster_request_outcomes"))
         assert len(lines) == ended, "each request has one line"
-        return Seen(mask(said), self.transport.is_over, [strip(row) for row in rows], counted, self.node.asked, lines)
+        spans = [] if self.remembered is None else [tell(span) for span in self.remembered.take()]
+        return Seen(mask(said), self.transport.is_over, [strip(row) for row in rows], counted, self.node.asked, lines, spans)
 
     async def _behave(self, client: str) -> None:
         """Do what the client does beside reading."""
@@ -320,6 +326,13 @@ def strip(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in own}
 
 
+def tell(span: ReadableSpan) -> object:
+    """Return what a span says, but for ids and times."""
+    own = {"muster.request.id", "gen_ai.response.time_to_first_chunk"}
+    said = {name: value for name, value in (span.attributes or {}).items() if name not in own}
+    return span.name, span.kind, span.status.status_code, said, span.parent is not None
+
+
 def make_known(ask: Ask) -> Ask:
     """Return the same head with a body that is answered, by a node, a client and a database with which nothing is wrong."""
     is_streaming = b'"stream"' in ask.body
@@ -329,13 +342,13 @@ def make_known(ask: Ask) -> Ask:
 
 
 @examples(30)
-@given(requests=st.lists(asks(), min_size=1, max_size=4))
-def test_a_known_head_makes_no_difference(requests: list[Ask]) -> None:
+@given(requests=st.lists(asks(), min_size=1, max_size=4), is_traced=st.booleans())
+def test_a_known_head_makes_no_difference(requests: list[Ask], *, is_traced: bool) -> None:
     async def compare() -> None:
         short = {"records_linger_s": 0.0, "busy_pause_s": 0.0, "records_retry_s": 0.01}
         set_limits(gateway={**short, "no_node_wait_s": 29.0, "stream_ping_s": 60.0})
         install_virtual_clock()
-        lanes = [Lane(is_known=True), Lane(is_known=False)]
+        lanes = [Lane(is_known=is_known, is_traced=is_traced) for is_known in (True, False)]
         try:
             for ask in [version for one in requests for version in (make_known(one), one, one)]:
                 known, general = [await lane.ask(ask) for lane in lanes]
@@ -370,9 +383,9 @@ def test_whatever_happens_to_a_usual_request_makes_no_difference() -> None:
     before = CountedPath.taken
     compare = test_a_known_head_makes_no_difference.hypothesis.inner_test  # type: ignore[attr-defined]
     for ask in list_usual():
-        compare([make_known(ask), ask])
+        compare([make_known(ask), ask], is_traced=True)
         if ask.client != "reads":  # behind a request that was given to the pipeline, too
-            compare([make_known(ask), replace(ask, how="fails", client="reads"), ask])
+            compare([make_known(ask), replace(ask, how="fails", client="reads"), ask], is_traced=True)
     assert CountedPath.taken > before + 50
 
 
@@ -495,6 +508,12 @@ async def test_no_more_heads_are_remembered_than_the_limits_say() -> None:
         known.learn(request % number, scope)
         assert known.find(request % number) is not None
     assert sum(known.find(request % number) is not None for number in range(100)) <= 3
+    before = [known.find(request % number) is None for number in range(100)]
+    traced = b"POST /x HTTP/1.1\r\ntraceparent: 00-1\r\ncontent-length: 2\r\n\r\n{}"
+    for _ in range(3):  # it never comes again, and costs no other its place
+        known.learn(traced, {**scope, "headers": [(b"traceparent", b"00-1")]})
+    assert known.find(traced) is None
+    assert [known.find(request % number) is None for number in range(100)] == before
     large = b"POST /x HTTP/1.1\r\nx: %b\r\ncontent-length: 2\r\n\r\n{}" % (b"a" * limits().gateway.known_head_bytes)
     known.learn(large, scope)
     assert known.find(large) is None

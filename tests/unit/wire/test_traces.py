@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import pytest
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.fakes.traces import Remembered
 from wire import spans
@@ -102,6 +104,17 @@ def sdk_log() -> Iterator[logging.Logger]:
     before = log.propagate, log.handlers
     yield log
     log.propagate, log.handlers = before
+
+
+def test_a_process_that_ends_sends_what_waits() -> None:
+    kept = InMemorySpanExporter()
+    traces = spans.make_traces("always_on", 1.0, {}, BatchSpanProcessor(kept, schedule_delay_millis=600_000))
+    span = traces.begin("r", {}, at=0.0)
+    assert span is not None
+    span.end(0.0, {})
+    assert not kept.get_finished_spans()
+    traces.close()
+    assert [each.name for each in kept.get_finished_spans()] == ["r"]
 
 
 def test_a_collector_that_cannot_be_reached_costs_a_line_a_minute_and_nothing_at_the_end(
