@@ -185,7 +185,7 @@ def test_the_documented_status_of_every_gateway_error_is_its_status() -> None:
 def test_every_documented_line_of_a_log_is_one_that_a_program_writes() -> None:
     rows = read(DOCS / "troubleshoot.md").split("## A line in the log\n")[1].splitlines()
     events = [event for row in rows for event in re.findall(r"`([a-z_.]+)`", row.split(" | ")[0])]
-    packages = ("controlplane", "core", "gateway", "governance", "nodes")
+    packages = ("controlplane", "core", "gateway", "governance", "nodes", "wire")
     sources = "".join(read(path) for package in packages for path in sorted((ROOT / package).rglob("*.py")))
     assert len(events) > 20
     assert not [event for event in events if f'"{event}' not in sources]
