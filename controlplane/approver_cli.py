@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from core.limits import limits
+from wire import COMMAND
 from wire.optoken.approval import ApprovalError, Statement, decode_bytes, digest_words, encode_bytes, read_statement
 
 
@@ -131,7 +132,7 @@ def public_bytes(key: Ed25519PrivateKey) -> bytes:
 def show_keys(options: argparse.Namespace) -> str:
     folder: Path = options.dir
     lines = [path.read_text().strip() for path in sorted(folder.glob("*.pub"))]
-    return "\n".join(lines) or f"There is no key file in {folder}. Make one: ./muster keys new --name YOUR-USERNAME"
+    return "\n".join(lines) or f"There is no key file in {folder}. Make one: {COMMAND} keys new --name YOUR-USERNAME"
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
@@ -145,7 +146,7 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise Refusal(f"{path} cannot be opened: no key file, or another passphrase") from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise Refusal(f"{path} is no Ed25519 key. Make one: ./muster keys new")
+        raise Refusal(f"{path} is no Ed25519 key. Make one: {COMMAND} keys new")
     return key
 
 

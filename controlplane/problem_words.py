@@ -21,6 +21,7 @@ from django.utils.translation import gettext_lazy as _
 from controlplane.templatetags.muster import print_duration
 from gateway.services.explanations import join_names
 from governance.registry import AlertFacts, Links
+from wire import COMMAND
 
 Text = str | Promise
 
@@ -177,15 +178,15 @@ WORDS_OF: dict[str, Words] = {
     ),
     "certificate.expiring": Words(
         _("The CA that gives nodes certificates expires on %(ends_at)s."),
-        _("After that clients refuse the nodes that they reach directly. Run ./muster ca rotate."),
+        _("After that clients refuse the nodes that they reach directly. Run %(muster)s ca rotate."),
     ),
     "certificate.expiring.over": Words(
         _("The CA that gives nodes certificates expired on %(ends_at)s."),
-        _("Clients refuse the nodes that they reach directly. Run ./muster ca rotate."),
+        _("Clients refuse the nodes that they reach directly. Run %(muster)s ca rotate."),
     ),
     "node.untrusting": Words(
         _("%(node)s trusts no policy."),
-        _("It carries out no operation. Run ./muster trust on it with the words of the policy."),
+        _("It carries out no operation. Run %(muster)s trust on it with the words of the policy."),
     ),
     "node.no_operations": Words(
         _("%(node)s takes no operations."), _("Models cannot be loaded or unloaded on it from here. Start it with --data DIR.")
@@ -220,7 +221,7 @@ class ProblemWords:
         words = WORDS_OF.get(alert.code)
         if words is None:  # the release that knew it is gone
             return alert.code, ""
-        values = _print_values(alert)
+        values = _print_values(alert) | {"muster": COMMAND}
         advice = words.unsaid if words.unsaid and not values.get("detail") else words.advice
         return str(words.what % values), str(advice % values)
 

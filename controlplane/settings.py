@@ -102,6 +102,7 @@ TEMPLATES = [
                 "django.template.context_processors.request",
                 "django.contrib.auth.context_processors.auth",
                 "django.contrib.messages.context_processors.messages",
+                "governance.web.pages.show_command",
                 "governance.web.pages.show_freeze",
                 "governance.web.pages.show_read_only",
             ]

@@ -35,7 +35,7 @@ from governance.alerts import find_last_look
 from governance.checkpoints import read_status
 from nodes.pages import count_runner_versions
 from nodes.services.certificates import list_authorities
-from wire import RELEASE, clock
+from wire import COMMAND, RELEASE, clock
 from wire.limits import MIB, Bound, list_bounds
 from wire.variables import hide_secret
 
@@ -223,7 +223,13 @@ def look_at_certificates() -> Part:
     ends_at = found[0].expires_at
     if ends_at - clock.now() < timedelta(days=limits().console.system_certificate_days):
         what = _("The internal CA expires on %(date)s.") % {"date": f"{ends_at:%Y-%m-%d}"}
-        return Part(name, Sign.ATTENTION, what, _("Run ./muster ca rotate: clients need time to fetch the next one."), facts)
+        return Part(
+            name,
+            Sign.ATTENTION,
+            what,
+            _("Run %(muster)s ca rotate: clients need time to fetch the next one.") % {"muster": COMMAND},
+            facts,
+        )
     return Part(name, Sign.OK, _("The internal CA is valid."), facts=facts)
 
 
@@ -237,7 +243,9 @@ def look_at_audit() -> Part:
     )
     if log.tail.bad:
         what = _("The audit log is broken at entry %(entry)s.") % {"entry": number_format(log.tail.bad)}
-        return Part(name, Sign.ATTENTION, what, _("Somebody changed it. Run ./muster audit verify."), facts, url)
+        return Part(
+            name, Sign.ATTENTION, what, _("Somebody changed it. Run %(muster)s audit verify.") % {"muster": COMMAND}, facts, url
+        )
     if log.alarms:
         what = ngettext("%(n)s node saw another log.", "%(n)s alarms: nodes saw another log.", log.alarms) % {"n": log.alarms}
         return Part(name, Sign.ATTENTION, what, _("Look for audit.witness_alarm in the audit log."), facts, url)

@@ -23,7 +23,7 @@ from core.limits import limits
 from governance.audit import Tail, check_tail, log_size, read_entries_of, read_hashes, record_event
 from governance.errors import GovernanceError
 from governance.models import AuditCheckpoint, AuditEvent, WitnessStatement
-from wire import auditlog, clock
+from wire import COMMAND, auditlog, clock
 from wire.auditlog import PROOF_FORMAT, AuditLogError, Checkpoint, Frontier, LogKey, leaf_hash
 from wire.contract import ErrorCode
 
@@ -279,7 +279,8 @@ def _frontier_at(size: int) -> Frontier:
         frontier.append(leaf_hash(hashed))
     if frontier.size != size:
         raise AuditLogBroken(
-            _("Entry %(size)s of the audit log is missing: run ./muster audit verify.") % {"size": frontier.size + 1}
+            _("Entry %(size)s of the audit log is missing: run %(muster)s audit verify.")
+            % {"size": frontier.size + 1, "muster": COMMAND}
         )
     return frontier
 

@@ -17,7 +17,7 @@ from governance.audit import record_event
 from governance.errors import InvalidName, InvalidProposal, NotFound, NotPermitted
 from governance.models import ApproverKey
 from governance.operations.approvals import active_policy
-from wire import clock
+from wire import COMMAND, clock
 from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, encode_bytes, load_public_key
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def read_public_line(line: str) -> tuple[bytes, str]:
             spki = b""
     if not spki:
         raise InvalidProposal(
-            _("This is not the public line of a key file. Paste what ./muster keys show prints: ed25519, the key, a name."),
+            _("This is not the public line of a key file. Paste what %(muster)s keys show prints: ed25519, the key, a name.")
+            % {"muster": COMMAND},
             param="public",
         )
     return spki, words[2].strip() if len(words) > 2 else "key file"

@@ -44,6 +44,7 @@ from webauthn.helpers.structs import (
 
 from core.limits import limits
 from governance.errors import GovernanceError, SignInRefused
+from wire import COMMAND
 from wire.optoken.approval import ApprovalError, load_public_key
 
 ALGORITHMS = [
@@ -95,18 +96,18 @@ def read_site() -> Site:
             _(
                 "Passkeys need a host name, and this installation is opened at %(public_url)s. Give it a name and HTTPS "
                 "and set MUSTER_PUBLIC_URL to that address. On this machine alone, http://localhost works. A key file "
-                "and ./muster approve work everywhere."
+                "and %(muster)s approve work everywhere."
             )
-            % {"public_url": settings.PUBLIC_URL}
+            % {"public_url": settings.PUBLIC_URL, "muster": COMMAND}
         )
     is_local = host == "localhost" or host.endswith(".localhost")
     if parts.scheme != "https" and not is_local:
         raise PasskeysUnavailable(
             _(
                 "Passkeys need HTTPS, and this installation is opened at %(public_url)s. Put a proxy with TLS before it "
-                "and set MUSTER_PUBLIC_URL to its https address. A key file and ./muster approve work without."
+                "and set MUSTER_PUBLIC_URL to its https address. A key file and %(muster)s approve work without."
             )
-            % {"public_url": settings.PUBLIC_URL}
+            % {"public_url": settings.PUBLIC_URL, "muster": COMMAND}
         )
     default_port = 443 if parts.scheme == "https" else 80
     port = "" if parts.port in {None, default_port} else f":{parts.port}"

@@ -26,7 +26,7 @@ from governance.audit import record_event
 from governance.errors import SignInRefused
 from governance.keys import list_passkey_ids
 from governance.people import Assurance, may_change
-from wire import clock
+from wire import COMMAND, clock
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def find_read_only(request: HttpRequest) -> ReadOnly | None:
         return ReadOnly(reason, _("Sign in with your passkey"), f"{reverse('signin:login')}?{wanted}")
     reason = _(
         "This session is read-only, because you signed in without a passkey and have none that is in use. An administrator can "
-        "send you an invitation, with which you make one; on the server ./muster manage invite makes it."
-    )
+        "send you an invitation, with which you make one; on the server %(muster)s manage invite makes it."
+    ) % {"muster": COMMAND}
     return ReadOnly(reason, _("My keys"), reverse("signin:keys"))
 
 

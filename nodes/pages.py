@@ -37,7 +37,7 @@ from nodes.services.conditions import (
 from nodes.services.gpus import list_gpus
 from nodes.services.logs import LogState, read_log
 from nodes.services.telemetry import NodeTelemetry, describe_telemetry
-from wire import RELEASE, clock
+from wire import COMMAND, RELEASE, clock
 from wire.optoken.approval import policy_words
 
 Context = dict[str, Any]
@@ -376,7 +376,7 @@ def _list_trust(node: Node) -> Iterable[Fact]:
 def _describe_policy(node: Node, newest: int) -> Fact:
     label = _("Policy")
     if not node.policy_version:
-        hint = _("Run ./muster trust with the twelve words of the page Policy on the node.")
+        hint = _("Run %(muster)s trust with the twelve words of the page Policy on the node.") % {"muster": COMMAND}
         return Fact(label, _("This node trusts no policy yet."), hint, is_bad=newest > 0, url=reverse("approvals:policy"))
     values = {"version": node.policy_version, "newest": newest}
     if not newest:

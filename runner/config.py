@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from runner.definitions.fields import SWITCHES, TRANSLATABLE
 from runner.errors import ConfigError
 from runner.limits import Limits, limits
+from wire import COMMAND
 from wire.limits import WIRE, Bound, list_bounds
 from wire.logs import FORMATS
 from wire.variables import Alias, Variable, find_variable, print_problems, read_rust_log
@@ -183,7 +184,7 @@ LOG_LEVELS = {
 }
 """Words for a log level, in any case, and what we call each. ``controlplane.env`` has the same for the server."""
 
-EPILOG = """\
+EPILOG = f"""\
 Every option also reads the environment: MUSTER_GATEWAY, MUSTER_GATEWAY_CA, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,
 MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_TIDY,
 MUSTER_MAX_CONCURRENT, MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS,
@@ -207,7 +208,7 @@ Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation tok
 VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens; with OP_TOKEN_LEVEL=0 /etc/safebox/model-api.key when it
 exists), OP_TOKEN_MIN_SIGNERS (2, below level 2), OP_TOKEN_SIGNERS (names that count, below level 2; a comma list),
 MUSTER_RUNNER_ID (whom tokens must be made for, below level 2; default: the name), MUSTER_OPS_PER_HOUR (60: how many operations
-may begin within an hour). At level 2 a person confirms the policy here once: ./muster trust --help.
+may begin within an hour). At level 2 a person confirms the policy here once: {COMMAND} trust --help.
 
 Seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left),
 MUSTER_RECONNECT_MAX_S (30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30),

@@ -18,7 +18,7 @@ from governance import checkpoints
 from governance.audit import log_size, read_log
 from governance.errors import GovernanceError
 from governance.operations.queries import read_evidence
-from wire import auditlog, clock
+from wire import COMMAND, auditlog, clock
 from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Status, Verdict, Verifier
 from wire.ids import format_id, parse_id
 
@@ -66,7 +66,7 @@ def _verify(file: Path | None, more_keys: list[LogKey]) -> tuple[str, int]:
     if not keys:
         lines.append("There is no log key, so no checkpoints are made: set MUSTER_LOG_KEY.")
     elif verdict.status is Status.GOOD and verdict.size and not verdict.sealed:
-        lines.append("This log is minutes old. Its first checkpoint is made soon, or now by ./muster audit checkpoint.")
+        lines.append(f"This log is minutes old. Its first checkpoint is made soon, or now by {COMMAND} audit checkpoint.")
     return "\n".join(lines), int(verdict.status)
 
 

@@ -16,6 +16,7 @@ from nodes.services.certificates import (
     rotate_authority,
     sign_request,
 )
+from wire import COMMAND
 
 
 def _add_actions(parser: ArgumentParser) -> None:
@@ -48,13 +49,13 @@ def ca(options: Options) -> str:
         case "export":
             return _export(options["file"])
         case _:
-            return "\n".join(describe_authorities()) or "There is no internal CA; ./muster ca create makes one."
+            return "\n".join(describe_authorities()) or f"There is no internal CA; {COMMAND} ca create makes one."
 
 
 def _export(file: Path | None) -> str:
     certificates = read_authorities()
     if not certificates:
-        raise CommandError("There is no internal CA; ./muster ca create makes one.")
+        raise CommandError(f"There is no internal CA; {COMMAND} ca create makes one.")
     if file is None:
         return certificates.rstrip()
     try:

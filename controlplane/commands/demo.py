@@ -20,6 +20,7 @@ from governance.operations.approvals import find_operation
 from governance.operations.decisions import approve
 from governance.people import create_invitation, make_invitation_url
 from governance.states import ApprovalState
+from wire import COMMAND
 from wire.ids import parse_id
 
 
@@ -39,7 +40,7 @@ from wire.ids import parse_id
 def demonstrate_fleet(options: Options) -> str:
     data, admin = options["data"], User.objects.filter(is_superuser=True, is_active=True).order_by("pk").first()
     if admin is None:
-        raise CommandError("There is no administrator here. Start the installation with ./muster up first.")
+        raise CommandError(f"There is no administrator here. Start the installation with {COMMAND} up first.")
     kept = find_scene(data)
     if options["sign"]:
         return _sign(kept, options["sign"])

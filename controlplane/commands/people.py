@@ -23,6 +23,7 @@ from governance.admin_tokens import create_admin_token
 from governance.audit import record_event
 from governance.keys import add_key_file, list_approving, list_keys, list_passkey_ids, revoke_key
 from governance.people import create_invitation, make_invitation_url
+from wire import COMMAND
 
 PROPOSER = "ana"
 PEOPLE = ((PROPOSER, "Ana"), ("ben", "Ben"), ("cleo", "Cleo"))
@@ -34,7 +35,7 @@ PEOPLE = ((PROPOSER, "Ana"), ("ben", "Ben"), ("cleo", "Cleo"))
     argument("action", choices=["add", "list", "revoke"]),
     argument("name", help="username"),
     argument("thumbprint", nargs="?", default="", help="with revoke: the key, or the beginning of it"),
-    argument("--public", default="", metavar="LINE", help="with add: what ./muster keys show prints"),
+    argument("--public", default="", metavar="LINE", help=f"with add: what {COMMAND} keys show prints"),
     argument("--label", default="", help="with add: what to call it (default: the name in the line)"),
     argument("--break-glass", action="store_true", help="with add: for break-glass and nothing else"),
 )
@@ -188,7 +189,7 @@ def _print_steps(guests: list[Guest], *, model: str, data: Path) -> str:
         "",
         "  0. The policy of step 3 makes every session that a password opened read-only, also that of the administrator. To go",
         f"     on changing things there, sign in at {where}/admin/ and make a passkey at {where}/sign-in/keys",
-        "     before step 3. After it only an invitation makes the first passkey of a person: ./muster manage invite admin",
+        f"     before step 3. After it only an invitation makes the first passkey of a person: {COMMAND} manage invite admin",
         "  1. Open each link in a browser profile of its own and make a passkey. A link works once, for a day.",
         *invited,
         f"  2. As ana, open {where}/approvals/policy and press “Draft the first policy”. See that the passkeys of ana, ben and",
@@ -196,7 +197,7 @@ def _print_steps(guests: list[Guest], *, model: str, data: Path) -> str:
         f"  3. As ben and as cleo, open {where}/approvals/ and approve the policy: two of three. Seconds later it is in force,",
         "     and whoever signed in with a password can look and no longer change anything (step 0).",
         "  4. The page of the policy shows twelve words. Tell the node to trust that policy, on the node itself:",
-        f"       ./muster trust WORDS{chosen}",
+        f"       {COMMAND} trust WORDS{chosen}",
         f"  5. As ana, open {where}/approvals/propose?operation=model-load, tick the node local, choose the model {model},",
         "     say why, press “Preview”, and then “Request approval”.",
         "  6. As ben and as cleo, compare the six words, approve it, and watch it load.",
@@ -205,6 +206,6 @@ def _print_steps(guests: list[Guest], *, model: str, data: Path) -> str:
         f"         -H 'Authorization: Bearer {key}' \\",
         f"         -d '{body}'",
         "  8. Unload it the same way. Then check the log of all this:",
-        f"       ./muster audit{chosen} verify",
+        f"       {COMMAND} audit{chosen} verify",
     ]
     return "\n".join(lines)

@@ -47,7 +47,7 @@ from gateway.values import Budget, BudgetKind
 from governance.keys import enrol_passkey
 from nodes.services.credentials import create_credential
 from nodes.services.drains import cordon_node, drain_node, undrain_node
-from wire import clock
+from wire import COMMAND, clock
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 FILE = "demo-fleet.json"
@@ -131,7 +131,7 @@ def require_unused() -> None:
     if found:
         raise CommandError(
             f"This installation is in use ({', '.join(found)}), and the demo would mix with that. Give the demo a directory of "
-            "its own: ./muster demo fleet --data DIR"
+            f"its own: {COMMAND} demo fleet --data DIR"
         )
 
 

@@ -45,6 +45,7 @@ from gateway.services.models import (
 from gateway.values import Weights
 from governance.web.pages import find_proposer
 from nodes.services.hub import search_hub
+from wire import COMMAND
 from wire.ids import parse_id
 
 DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy", "resumes")
@@ -298,9 +299,12 @@ class AllowListAdmin(CreatingAdmin):
         RowChange(
             name="weights",
             label=gettext_lazy("Change weights"),
-            explanation=gettext_lazy(
-                "Takes effect within seconds, for requests that arrive from then on. A request goes to the node with "
-                "the highest score; ./muster manage replay_routing says first what other weights would change."
+            explanation=format_lazy(
+                gettext_lazy(
+                    "Takes effect within seconds, for requests that arrive from then on. A request goes to the node with "
+                    "the highest score; {muster} manage replay_routing says first what other weights would change."
+                ),
+                muster=COMMAND,
             ),
             run=_weigh,
             form=ModelWeightsForm,

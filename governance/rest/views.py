@@ -73,6 +73,7 @@ from governance.rest.requests import (
     read_op_id,
     require_owner,
 )
+from wire import COMMAND
 from wire.auditlog import to_text
 from wire.optoken.approval import decode_bytes, encode_bytes
 
@@ -238,7 +239,7 @@ class ApprovalView(GovernanceView):
         if approver is None:
             raise NotPermitted(
                 "A token of nobody brings no approvals: mint a token of your own with admin-token-mint, or before the first "
-                "policy with ./muster manage create_admin_token --owner."
+                f"policy with {COMMAND} manage create_admin_token --owner."
             )
         brought_by = get_caller(request).token
         return show_operation(request, approve(op_id=ident, user=approver, brought_by=brought_by, **form))

@@ -13,6 +13,7 @@ from django.contrib.auth.models import AnonymousUser
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.shortcuts import render
 from django.urls import reverse
+from django.utils.text import format_lazy
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 from django.views.decorators.http import require_http_methods, require_POST
@@ -35,6 +36,7 @@ from governance.signin import (
 )
 from governance.web.pages import script_answer, with_strict_policy
 from governance.web.signin import ask_for_person, describe_session, describe_site, read_answer, read_label
+from wire import COMMAND
 
 if TYPE_CHECKING:
     from core.models import User
@@ -49,7 +51,9 @@ class KeyFileForm(forms.Form):
     """The public line of a key file."""
 
     public = forms.CharField(
-        label=gettext_lazy("Public line"), max_length=400, help_text=gettext_lazy("What ./muster keys show prints.")
+        label=gettext_lazy("Public line"),
+        max_length=400,
+        help_text=format_lazy(gettext_lazy("What {muster} keys show prints."), muster=COMMAND),
     )
     label = forms.CharField(
         label=gettext_lazy("Name"),

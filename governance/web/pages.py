@@ -28,6 +28,7 @@ from governance.operations.approvals import read_freeze
 from governance.operations.proposals import Proposer
 from governance.people import may_see_operations
 from governance.signin import find_read_only
+from wire import COMMAND
 
 if TYPE_CHECKING:
     from core.models import User
@@ -195,6 +196,11 @@ def show_read_only(request: HttpRequest) -> dict[str, object]:
     """Return why the session may only look as ``read_only``, for the banner on every page."""
     # Lazy, as above. A CSRF failure is told before the middleware has looked for the user.
     return {"read_only": SimpleLazyObject(lambda: find_read_only(request) if hasattr(request, "user") else None)}
+
+
+def show_command(_request: HttpRequest) -> dict[str, object]:
+    """Return how a person types the launcher on this server as ``muster``, for pages that tell what to run."""
+    return {"muster": COMMAND}
 
 
 def find_viewer(request: HttpRequest) -> User:

@@ -36,6 +36,7 @@ from nodes.services.credentials import (
     revoke_credential,
     trust_models,
 )
+from wire import COMMAND
 
 
 class CredentialForm(forms.Form):
@@ -79,7 +80,7 @@ def _describe_use(credential: NodeCredential, text: str) -> tuple[NextStep, ...]
         ) % {"gateway": gateway}
     provider = credential.provider.name
     named = "" if provider == "local" else f" --provider {shlex.quote(provider)}"
-    start = f"./muster node --gateway {gateway} --token {text}{named} --data ./muster-node"
+    start = f"{COMMAND} node --gateway {gateway} --token {text}{named} --data ./muster-node"
     return (
         NextStep(start_text, start),
         NextStep(_("Wait until the node is in the list, a few seconds"), url=reverse("admin:nodes_node_changelist")),
@@ -89,7 +90,7 @@ def _describe_use(credential: NodeCredential, text: str) -> tuple[NextStep, ...]
                 "If loads are to be approved by several people: let the node trust the policy, with the words of the page "
                 "Policy."
             ),
-            "./muster trust WORDS --data ./muster-node",
+            f"{COMMAND} trust WORDS --data ./muster-node",
         ),
     )
 

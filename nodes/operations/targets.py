@@ -42,6 +42,7 @@ from nodes.models import Node, NodeOpKey, ProviderState, Reach, clock_of, presen
 from nodes.services.availability import find_node_id, judge_status, read_availability
 from nodes.services.telemetry import NodeTelemetry, describe_telemetry
 from nodes.states import Freshness
+from wire import COMMAND
 from wire.contract import NodeStatus
 from wire.ids import parse_id
 from wire.optoken.approval import ApprovalError, canonical
@@ -282,7 +283,7 @@ def explain_unready(node: Node) -> str:
     if not node.op_level:
         return f"{node.name} takes no operations from here: {node.policy_error or 'it named no level'}"
     if node.op_level == "L2" and not node.policy_version:
-        return f"{node.name} has no approval policy pinned; run ./muster trust on it"
+        return f"{node.name} has no approval policy pinned; run {COMMAND} trust on it"
     if node.clock_skew_ms is not None and abs(node.clock_skew_ms) > limits().nodes.clock_skew_ms:
         return f"the clock of {node.name} is {abs(node.clock_skew_ms) // 1000} s off; set it, then have the node reconnect"
     return ""

@@ -37,6 +37,7 @@ from nodes.models import (
 from nodes.reports import read_replicas
 from nodes.services.telemetry import count_replicas, describe_counts, list_failures
 from nodes.states import Availability, Freshness, Health, NodeFacts, Unavailable, freshness_windows, judge_availability
+from wire import COMMAND
 from wire.agent import METALYARD
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
@@ -518,7 +519,7 @@ def _describe_pin(node: Node, *, newest: int) -> str:
         return f"level {node.op_level}: it checks a key and no approvals, so it pins no policy"
     pinned, beside = node.policy_version, ""
     if not pinned:
-        return f"level L2, none pinned: run ./muster trust on it{error}"
+        return f"level L2, none pinned: run {COMMAND} trust on it{error}"
     if not newest:
         beside = "; none is in force here"
     elif pinned < newest:

@@ -29,12 +29,12 @@ from governance.audit import record_event
 from nodes.addresses import LOOPBACK, AddressPolicy, parse_direct_url, parse_policy
 from nodes.errors import CertificateRefused, Conflict
 from nodes.models import Node, NodeAuthority, read_clock
-from wire import clock
+from wire import COMMAND, clock
 from wire.certificates import UNREADABLE_CERTIFICATE, read_host
 from wire.credentials import derive_cipher
 
 PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | rsa.RSAPublicKey
-NO_AUTHORITY = "needs a certificate, and there is no internal CA: an operator runs ./muster ca create"
+NO_AUTHORITY = f"needs a certificate, and there is no internal CA: an operator runs {COMMAND} ca create"
 NO_CERTIFICATE = "has no certificate of the internal CA yet"
 """A ``ticket_error``, as the one above."""
 _LOCK = 0x6D73_6361
@@ -79,7 +79,7 @@ def create_authority(*, actor: str) -> list[str]:
     """Make the first CA; return what ``describe_authorities`` says. Raises Conflict, CertificateRefused."""
     _lock()
     if _list_rows(read_clock()):
-        raise Conflict(_("There is an internal CA already: ./muster ca rotate makes the next one."))
+        raise Conflict(_("There is an internal CA already: %(muster)s ca rotate makes the next one.") % {"muster": COMMAND})
     _make(actor=actor, action="node_ca.create", settle_s=0.0)
     return describe_authorities()
 
@@ -94,7 +94,7 @@ def rotate_authority(*, is_at_once: bool, actor: str) -> list[str]:
     now, bounds = read_clock(), limits().nodes
     rows = _list_rows(now)
     if not rows:
-        raise Conflict(_("There is no internal CA yet: ./muster ca create makes one."))
+        raise Conflict(_("There is no internal CA yet: %(muster)s ca create makes one.") % {"muster": COMMAND})
     made = _make(actor=actor, action="node_ca.rotate", settle_s=0.0 if is_at_once else bounds.authority_settle_s)
     until = now if is_at_once else made.issues_at + timedelta(seconds=bounds.certificate_s)
     for row in rows:
@@ -200,17 +200,18 @@ def _issue(hosts: Sequence[str], csr: str, *, unit: str, actor: str, target: str
     names = [_check_host(host) for host in hosts]
     row = NodeAuthority.objects.filter(issues_at__lte=now).exclude(dropped_at__lte=now).order_by("-pk").first()
     if row is None:
-        raise CertificateRefused(_("There is no internal CA: an operator runs ./muster ca create."))
+        raise CertificateRefused(_("There is no internal CA: an operator runs %(muster)s ca create.") % {"muster": COMMAND})
     private, authority = _open(row), _load(row)
     if private is None:
         raise CertificateRefused(
-            _("The key of the internal CA cannot be decrypted: an operator runs ./muster ca rotate --now.")
+            _("The key of the internal CA cannot be decrypted: an operator runs %(muster)s ca rotate --now.")
+            % {"muster": COMMAND}
         )
     for host, name in zip(hosts, names, strict=True):
         if not _covers(authority, name):
             raise CertificateRefused(
-                _("The internal CA is older than %(host)s in MUSTER_DIRECT_HOSTS: an operator runs ./muster ca rotate.")
-                % {"host": host}
+                _("The internal CA is older than %(host)s in MUSTER_DIRECT_HOSTS: an operator runs %(muster)s ca rotate.")
+                % {"host": host, "muster": COMMAND}
             )
     until = min(now + timedelta(seconds=bounds.certificate_s), authority.not_valid_after_utc)
     usage = dict.fromkeys(_USAGES, False) | {"digital_signature": True}

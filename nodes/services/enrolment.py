@@ -30,7 +30,7 @@ from nodes.errors import BadRequest
 from nodes.models import Node, NodeCredential, SetupCode, open_credential, with_clock
 from nodes.services.availability import explain_unreachable, judge_status
 from nodes.services.credentials import create_credential
-from wire import clock
+from wire import COMMAND, IS_CHECKOUT, clock
 from wire.contract import NodeStatus
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 """Of codes: nothing that looks like something else. Ten of 32 are 50 bits."""
 _SALT = "muster setup"
+_PROGRAM = "$PWD/muster" if IS_CHECKOUT else "$(command -v muster)"
+"""Where a service finds the launcher; the shell that writes its file knows."""
 
 
 class Software(StrEnum):
@@ -137,9 +139,13 @@ def write_commands(software: Software, *, gateway: str, token: str, provider: st
     options |= {"--provider": provider} if provider != "local" else {}
     options |= {"--name": name} if name else {}
     options |= {"--backend": backend} if backend else {"--data": "muster-node"}
-    clone = _("In a folder with Muster's files; Python 3.11 or newer is all that it needs.")
+    clone = (
+        _("In a folder with Muster's files; Python 3.11 or newer is all that it needs.")
+        if IS_CHECKOUT
+        else _("Where Muster is installed, with Python 3.11 or newer: pipx install 'muster[llamacpp]'.")
+    )
     line = " ".join(f"{option} {shlex.quote(value)}" for option, value in options.items())
-    commands = [Command(Platform.TERMINAL, PLATFORMS[Platform.TERMINAL], f"./muster node {line}", clone)]
+    commands = [Command(Platform.TERMINAL, PLATFORMS[Platform.TERMINAL], f"{COMMAND} node {line}", clone)]
     variables = {"MUSTER_GATEWAY": gateway, "MUSTER_TOKEN": token}
     names = {"--provider": "MUSTER_PROVIDER", "--name": "MUSTER_NAME", "--backend": "MUSTER_BACKEND_URL"}
     variables |= {names[option]: value for option, value in options.items() if option in names}
@@ -170,7 +176,7 @@ WorkingDirectory=$PWD
 LoadCredential=token:/etc/muster-node.token
 Environment=MUSTER_TOKEN_FILE=%d/token
 {lines}{data}
-ExecStart=$PWD/muster node
+ExecStart={_PROGRAM} node
 Restart=always
 KillMode=mixed
 TimeoutStopSec=45
@@ -190,7 +196,7 @@ def _write_launchd(variables: dict[str, str]) -> str:
 <?xml version="1.0" encoding="UTF-8"?>
 <plist version="1.0"><dict>
  <key>Label</key><string>muster.node</string>
- <key>ProgramArguments</key><array><string>$PWD/muster</string><string>node</string></array>
+ <key>ProgramArguments</key><array><string>{_PROGRAM}</string><string>node</string></array>
  <key>WorkingDirectory</key><string>$PWD</string>
  <key>EnvironmentVariables</key><dict>
 {pairs}

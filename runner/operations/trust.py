@@ -38,7 +38,7 @@ from runner.operations.keys import (
     remove_private,
     write_private,
 )
-from wire import clock
+from wire import COMMAND, clock
 from wire.auditlog import AuditLogError, Checkpoint, LogKey, open_note, to_bytes, to_text, verify_consistency
 from wire.bridge import CheckpointOffer, GovernanceReport, NodeGovernance, PolicyOffer
 from wire.optoken.approval import (
@@ -64,9 +64,9 @@ _CONSONANTS, _VOWELS = "bdfghjklmnprstvz", "aiou"
 _LETTERS = (_CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS)
 _WORD = re.compile("".join(f"[{letters}]" for letters in _LETTERS))
 _HEX = re.compile(r"[0-9a-f]{64}")
-WAITING = "waiting for ./muster trust on the node: a person must confirm the fingerprint of the first policy there"
+WAITING = f"waiting for {COMMAND} trust on the node: a person must confirm the fingerprint of the first policy there"
 ANOTHER = "the first policy offered is not the one whose fingerprint was confirmed on the node"
-FORGOTTEN = "forgotten on the node by its owner; waiting for ./muster trust there"
+FORGOTTEN = f"forgotten on the node by its owner; waiting for {COMMAND} trust there"
 WITNESS_FACT = "witness"
 RUNNER_FACT = "box"
 """What ``./muster trust --show`` tells of a node: its id and level as of its last start."""
@@ -164,7 +164,7 @@ class PolicyStore:
         except (ApprovalError, ValueError) as error:
             self._chain, self.error = (
                 [],
-                f"the pinned policy on the node does not hold ({error}); ./muster trust --forget there",
+                f"the pinned policy on the node does not hold ({error}); {COMMAND} trust --forget there",
             )
             log.error("pinned policy does not hold, no operation is carried out: %s", error)  # noqa: TRY400 - text says it
 
@@ -529,7 +529,9 @@ class Governance:
     async def _forget(self, data: Path) -> bool:
         assert self.policies is not None
         assert self.witness is not None
-        log.warning("THE OWNER HAS THIS BOX FORGET ITS POLICY AND ITS WITNESSED CHECKPOINT; no operation until ./muster trust")
+        log.warning(
+            "THE OWNER HAS THIS BOX FORGET ITS POLICY AND ITS WITNESSED CHECKPOINT; no operation until %s trust", COMMAND
+        )
         await self._ledger.forget_trust(WITNESS_FACT)
         await self.policies.forget()
         self.witness.forget()
@@ -562,11 +564,12 @@ class Governance:
         if self.policies.offered_fingerprint:
             return (
                 f"The control plane offers a policy with the fingerprint {self.policies.offered_fingerprint}. Compare it with "
-                "what the approvers see, then run ./muster trust with it on this node. Until then no operation is carried out."
+                f"what the approvers see, then run {COMMAND} trust with it on this node. Until then no operation is carried "
+                "out."
             )
         return (
             "No policy is pinned, so no operation is carried out. Connect the node, get the fingerprint of the policy from the "
-            "approvers, then run ./muster trust WORDS on this node."
+            f"approvers, then run {COMMAND} trust WORDS on this node."
         )
 
 
@@ -656,7 +659,7 @@ def show(data: Path) -> str:
     elif confirmed:
         policy = f"none pinned; confirmed and waiting to be offered: {confirmed}"
     else:
-        policy = "none pinned; run ./muster trust"
+        policy = f"none pinned; run {COMMAND} trust"
     witnessed = f"{seen['origin']}, {seen['size']} entries, root {seen['root']}" if seen else "no audit checkpoint yet"
     lines = [
         f"runner id   {identity.get('runnerId') or 'not known; the box has not been started with this folder'}",
