@@ -55,7 +55,7 @@ from governance.alerts import count_by_kind
 from nodes.addresses import resolve_direct_target
 from nodes.channel import NodeChannel, presence_reports
 from nodes.errors import NodeError
-from nodes.links import EndKind, LinkRegistry
+from nodes.links import EndKind, Link, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import FLEET, LinkKeeper
 from nodes.links.relay import RelayLink
@@ -189,6 +189,8 @@ class GatewayRuntime:
         )
         self.pipeline.say_failover = self.tickets.say_failover_of_stream
         self._tasks: list[asyncio.Task[None]] = []
+        self._cut_short: set[Link] = set()
+        """Nodes on which something still ran when the gateway could wait no longer."""
         self._targets: dict[str, HttpTarget] = {}
         self._peers: dict[uuid.UUID, HttpTarget] = {}
         self._keys_mark: int | None = None
@@ -238,12 +240,17 @@ class GatewayRuntime:
 
     def interrupt_running(self) -> None:
         # What still runs is told so, instead of being cut with the process.
+        self._cut_short = {link for link in self.registry if link.active}
         for link in list(self.registry):
             link.end_streams(EndKind.RECLAIMED, "the gateway stops", reason=CANCEL_SERVER_SHUTDOWN)
 
     async def say_goodbye(self) -> None:
-        """Write down that the nodes are gone from here, before their sockets close."""
+        """Write down that the nodes are gone from here, before their sockets close; workers are closed in bridge v1's words."""
         await self.node_channel.end_sessions()
+        for link in list(self.registry):
+            if isinstance(link, RelayLink) and not link.session.speaks_muster:
+                link.close("graceful shutdown timed out" if link in self._cut_short else "graceful shutdown complete")
+        await asyncio.sleep(0)  # before the server closes what is open in words of its own
 
     @property
     def running_requests(self) -> int:

@@ -23,6 +23,7 @@ from runner.relay import Relay
 from runner.session import Cancelled, ClientSession, Credited, Effect, Instruction, Notice, Opened, Reply
 from wire import clock
 from wire.bridge import (
+    MUSTER_V1,
     NAME_TAKEN,
     GracefulShutdown,
     Message,
@@ -371,7 +372,7 @@ class _Session:
             elif message.type is aiohttp.WSMsgType.PING:
                 await ws.pong(message.data)
             elif message.type is not aiohttp.WSMsgType.PONG:
-                raise _explain_close(message)
+                raise explain_close(message)
 
     def _apply(self, effect: Effect, ws: GatewaySocket) -> None:
         host = self._host
@@ -459,10 +460,14 @@ class _Session:
         raise SessionLost("the gateway went away as announced")
 
 
-def _explain_close(message: aiohttp.WSMessage) -> SessionLost:
+def explain_close(message: aiohttp.WSMessage) -> SessionLost:
+    """Return why a gateway ended a session, by the last message of its socket."""
     if message.type is not aiohttp.WSMsgType.CLOSE:
         return SessionLost("the connection broke" if message.data is None else f"the connection broke: {message.data}")
     code, reason = message.data, str(message.extra or "")
     if code == aiohttp.WSCloseCode.POLICY_VIOLATION and "rate limited" not in reason:
         return NameInUse(reason) if reason == NAME_TAKEN else AuthRefused(reason or "close code 1008")
+    if code == aiohttp.WSCloseCode.PROTOCOL_ERROR and "registration" in reason:
+        spoken = "it is of an earlier release, or no Muster gateway. ModelRelay's own worker is what a ModelRelay server takes"
+        return SessionLost(f"the gateway does not take {MUSTER_V1}: {spoken} (code {code} {reason})")
     return SessionLost(f"closed with code {code} {reason}".rstrip())

@@ -216,6 +216,10 @@ class ProviderTermsForm(forms.Form):
     )
 
 
+def _show_seconds(seconds: int | None) -> str:
+    return _("the installation's default") if seconds is None else _("%(seconds)d s") % {"seconds": seconds}
+
+
 def _change_terms(provider: Provider, actor: str, values: Values) -> str:
     change_provider_terms(name=provider.name, actor=actor, **{name: values[name] for name in TERMS})
     return _("Changed the limits of %(provider)s.") % {"provider": provider.name}
@@ -234,7 +238,7 @@ class ProviderAdmin(CreatingAdmin):
     list_display = ("name", "show_state", "show_nodes", "show_credentials", "created_at", "show_changes")
     list_filter = ("state",)
     search_fields = ("name",)
-    fields = ("name", "show_state", *TERMS, "created_at", "updated_at")
+    fields = ("name", "state", "show_queue", "show_wait", "show_wait_for_node", "show_models", "created_at", "updated_at")
     readonly_fields = fields
     empty_words = gettext_lazy(
         "A provider is a group of nodes that are switched on and off together. Every credential belongs to one."
@@ -295,6 +299,22 @@ class ProviderAdmin(CreatingAdmin):
     @column(gettext_lazy("State"), ordering="state", label={"enabled": "success", "disabled": "warning", "deleted": "danger"})
     def show_state(self, provider: Provider) -> tuple[str, str]:
         return provider.state, {"enabled": _("enabled"), "disabled": _("disabled"), "deleted": _("deleted")}[provider.state]
+
+    @column(gettext_lazy("Longest queue"))
+    def show_queue(self, provider: Provider) -> str:
+        return _("as many as each model lets wait") if provider.max_queue is None else str(provider.max_queue)
+
+    @column(gettext_lazy("Longest wait"))
+    def show_wait(self, provider: Provider) -> str:
+        return _show_seconds(provider.queue_s)
+
+    @column(gettext_lazy("Longest wait without a node"))
+    def show_wait_for_node(self, provider: Provider) -> str:
+        return _show_seconds(provider.no_node_s)
+
+    @column(gettext_lazy("Models of a node"))
+    def show_models(self, provider: Provider) -> str:
+        return str(limits().nodes.max_models if provider.max_models is None else provider.max_models)
 
     @column(gettext_lazy("Nodes"), ordering="node_count")
     def show_nodes(self, provider: Any) -> int:  # Any: carries an annotation

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from core.db.threads import run_upkeep
 from core.limits import limits
 from gateway.errors import RequestInterrupted, RequestTimeout, RequeueExhausted, ShuttingDown
+from gateway.services.models import disallow_model
+from nodes.models import NodeCredential
+from nodes.services.credentials import trust_models
 from nodes.services.drains import drain_node
 from tests.fakes.bridge_worker import BridgeWorker
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Rows
@@ -158,6 +162,25 @@ async def test_a_worker_is_asked_for_its_models_and_what_it_says_is_served(fleet
     assert answer.status == 200
 
 
+async def test_what_a_trusted_worker_brings_is_served_without_a_click_and_what_was_taken_back_is_not(
+    fleet: Fleet, dial: Dial
+) -> None:
+    credential = await run_upkeep(NodeCredential.objects.get)
+    await fleet.operate(trust_models, credential_id=credential.pk, trusts=True)
+    worker = await dial(name="trusted", models=["brought"], slots=2)
+    await fleet.until(lambda: "brought" in fleet.runtime.catalogue.models and fleet.runtime.catalogue.models["brought"].allowed)
+    answer = fleet.ask("brought")
+    worker.complete(await worker.next_request(), WHOLE)
+    await answer.done()
+    assert answer.status == 200
+    await fleet.operate(disallow_model, name="brought")
+    worker.say({"type": "models_update", "models": ["brought", "brought-too"], "current_load": 0})
+    await fleet.until(lambda: "brought-too" in fleet.runtime.catalogue.models)
+    await fleet.advance(limits().gateway.sweep_s)
+    assert not fleet.runtime.catalogue.models["brought"].allowed
+    await fleet.operate(trust_models, credential_id=credential.pk, trusts=False)
+
+
 async def test_a_worker_that_answers_no_ping_is_given_up_and_its_request_goes_to_another(fleet: Fleet, dial: Dial) -> None:
     silent = await dial()
     answer = fleet.ask()
@@ -214,6 +237,7 @@ async def test_a_gateway_that_stops_says_so_lets_finish_and_says_what_it_cuts(fl
     set_limits(gateway={"shutdown_grace_s": 5.0})
     async with Fleet(rows=fleet_rows) as fleet:
         worker = await BridgeWorker.dial(fleet, slots=2)
+        idle = await BridgeWorker.dial(fleet, name="idle", models=["tight"])
         short, long = fleet.ask(), fleet.ask(stream=True)
         await worker.next_request(count=2)
         first, second = sorted(worker.of_kind("request"), key=lambda one: one["is_streaming"])
@@ -228,5 +252,7 @@ async def test_a_gateway_that_stops_says_so_lets_finish_and_says_what_it_cuts(fl
         assert [(one["request_id"], one["reason"]) for one in worker.of_kind("cancel")] == [
             (second["request_id"], "server_shutdown")
         ]
-        assert worker.closed is not None
-        await worker.close()
+        assert worker.closed == (1000, "graceful shutdown timed out")
+        assert idle.closed == (1000, "graceful shutdown complete")
+        for one in (worker, idle):
+            await one.close()

@@ -22,13 +22,22 @@ from websockets.server import ServerProtocol
 from conformance.exchange import read_stream
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
-from runner.connection import GatewayLink, GatewaySocket, Host, _Session
+from runner.connection import GatewayLink, GatewaySocket, Host, _Session, explain_close
 from runner.definitions.fields import Decoding, ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.definitions.settings import Fairness
 from runner.engines.port import Call
 from runner.engines.supervisor import Supervisor
-from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, RateLimitExceeded, SessionLost, StreamClosed
+from runner.errors import (
+    AuthRefused,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotLoaded,
+    NameInUse,
+    RateLimitExceeded,
+    SessionLost,
+    StreamClosed,
+)
 from runner.fit import read_shape
 from runner.library.library import Library
 from runner.limits import limits
@@ -55,7 +64,7 @@ from tests.fakes.recorded_streams import (
 )
 from tests.fakes.waiting import eventually, turns
 from wire import bridge, frames
-from wire.bridge import MUSTER_V1, ProtocolError, Register, RegisterAck, encode_message
+from wire.bridge import MUSTER_V1, NAME_TAKEN, ProtocolError, Register, RegisterAck, encode_message
 from wire.frames import End
 
 ACK = bridge.RegisterAck(worker_id="w", models=["m"], protocol_version=MUSTER_V1, node_id="node_1")
@@ -562,3 +571,21 @@ async def test_a_native_response_never_ends_with_a_bare_error(error: bytes, node
     last = json.loads(read_stream(body).events[-1].data)
     assert (last["type"], last["response"]["id"]) == ("response.failed", "resp_1")
     assert "boom" in last["response"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "kind", "words"),
+    [
+        (1002, "worker registration protocol error", SessionLost, f"does not take {MUSTER_V1}"),
+        (1002, "worker protocol error", SessionLost, "closed with code 1002 worker protocol error"),
+        (1008, "worker authentication failed", AuthRefused, "worker authentication failed"),
+        (1008, "worker authentication temporarily rate limited", SessionLost, "rate limited"),
+        (1008, NAME_TAKEN, NameInUse, NAME_TAKEN),
+        (1012, "", SessionLost, "closed with code 1012"),
+    ],
+)
+def test_a_close_of_the_gateway_is_told_from_others_by_what_its_owner_can_do(
+    code: int, reason: str, kind: type[SessionLost], words: str
+) -> None:
+    found = explain_close(aiohttp.WSMessage(aiohttp.WSMsgType.CLOSE, code, reason))
+    assert (type(found), words in str(found)) == (kind, True)
