@@ -51,6 +51,7 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
     http += [_route(pattern, application) for pattern, application in make_setup_routes(runtime)]
     http += [
         _route("", get(public.index)),
+        _route("dashboard", get(public.dashboard)),
         _route("v1/models", get(public.list_models)),
         _route("models", get(public.list_models)),
         _route("v1/models/(?P<name>.+)", get(public.show_model)),

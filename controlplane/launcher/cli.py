@@ -7,11 +7,12 @@ import ast
 import os
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from controlplane.env import SettingError, read_address
+from controlplane.env import ALIASES, SettingError, read_address
 from controlplane.launcher import environment
 from controlplane.launcher.console import LauncherError, complain, say
 from controlplane.launcher.installation import (
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status; trouble is one line on standard error and status 1.
     """
     try:
-        words = _move_data(list(sys.argv[1:] if argv is None else argv))
+        words = translate_words(_move_data(list(sys.argv[1:] if argv is None else argv)))
         if not IS_CHECKOUT and _FOR_DEVELOPERS & {*words[:1]}:
             raise LauncherError(f"muster {words[0]} is for whoever changes Muster: it works in a clone of the repository")
         if words[:1] and words[0] in _PROGRAMS:
@@ -137,6 +138,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+# What ModelRelay's worker takes for what nothing sets, as variables of its own: ours win, and so does its file.
+_WORKER_DEFAULTS = {"PROXY_URL": "http://127.0.0.1:8080", "BACKEND_URL": "http://127.0.0.1:8000", "MAX_CONCURRENCY": "1"}
+_WORKER_FILE = {
+    "proxy_url": "PROXY_URL",
+    "provider": "PROVIDER_NAME",
+    "worker_secret": "WORKER_SECRET",
+    "worker_name": "WORKER_NAME",
+    "models": "MODELS",
+    "max_concurrency": "MAX_CONCURRENCY",
+    "backend_url": "BACKEND_URL",
+    "log_level": "LOG_LEVEL",
+}
+
+
+def translate_words(words: list[str]) -> list[str]:
+    """Return words of ours for those of ModelRelay's programs, whose options go into the environment. Raises LauncherError."""
+    if words[:1] == ["modelrelay-server"]:
+        given, rest = _server_parser().parse_known_args(words[1:])
+        chosen = {alias: getattr(given, alias.ours) for alias in ALIASES if alias.flag}
+        os.environ.update({alias.ours: alias.read(text) for alias, text in chosen.items() if text is not None})
+        if given.DATABASE_URL is not None:
+            os.environ["DATABASE_URL"] = given.DATABASE_URL
+        return ["up", *rest]
+    if words[:1] == ["modelrelay-worker"]:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--config", type=Path)
+        given, rest = parser.parse_known_args(words[1:])
+        for name, text in {**_WORKER_DEFAULTS, **_read_worker_file(given.config)}.items():
+            os.environ.setdefault(name, text)
+        return ["node", *rest]
+    return words
+
+
+def _server_parser() -> argparse.ArgumentParser:
+    text = "Start Muster with the options of modelrelay-server. Those of muster up work too."
+    parser = argparse.ArgumentParser(prog="muster modelrelay-server", description=text, allow_abbrev=False)
+    for alias in ALIASES:
+        if alias.flag:
+            text = f"as {alias.ours}, or {alias.theirs}"
+            parser.add_argument(alias.flag, dest=alias.ours, nargs="?", const="true", metavar="VALUE", help=text)
+    parser.add_argument("--database-url", dest="DATABASE_URL", metavar="URL", help="as DATABASE_URL")
+    return parser
+
+
+def _read_worker_file(path: Path | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LauncherError(f"--config: cannot read {path}: {error}") from None
+    if unknown := sorted(values.keys() - _WORKER_FILE.keys()):
+        raise LauncherError(f"--config: {path} has {unknown[0]!r}; it may have {', '.join(_WORKER_FILE)}")
+    texts = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
+    return {_WORKER_FILE[name]: text for name, text in texts.items()}
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -183,6 +241,8 @@ def build_parser() -> argparse.ArgumentParser:
         made = add(name, program.text, lambda *_: 0, program.usage)  # never run: its words are handed on
         if name == "manage":
             made.formatter_class, made.epilog = argparse.RawDescriptionHelpFormatter, _describe_commands()
+    add("modelrelay-server", "start Muster with the options of ModelRelay's server", lambda *_: 0, "[option ...]")
+    add("modelrelay-worker", "run a node with the options of ModelRelay's worker", lambda *_: 0, "[option ...]")
     for command in (down, credentials, config, demo, *(commands.choices[name] for name in _MANAGED)):
         _add_data(command)
     if IS_CHECKOUT:

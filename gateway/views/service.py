@@ -78,6 +78,10 @@ class PublicViews:
         """``GET /`` and ``HEAD /``: what this is; some clients ask before their first request whether anybody is there."""
         send_answer(client, 200, {"service": "muster gateway", "version": RELEASE, "models": "/v1/models", "health": "/health"})
 
+    async def dashboard(self, client: ClientConnection) -> None:
+        """``GET /dashboard``: where ModelRelay has its pages; the console is on the control plane."""
+        client.respond(302, [(b"location", f"{str(settings.PUBLIC_URL).rstrip('/')}/admin/".encode())], b"")
+
     async def describe(self, client: ClientConnection) -> None:
         """``GET /openapi.json``: the client API for machines. Anybody may read it, as the page it repeats."""
         client.respond(200, [(b"content-type", b"application/json")], _render_document())

@@ -236,7 +236,7 @@ def test_every_command_in_the_pages_exists_and_every_one_of_ours_is_there() -> N
 
     (known,) = [set(action.choices) for action in build_parser()._actions if isinstance(action.choices, dict)]
     text = "".join(read(page) for page in PAGES)
-    assert set(re.findall(r"\./muster ([a-z]+)", text)) <= known
+    assert set(re.findall(r"\./muster ([a-z]+(?:-[a-z]+)*)", text)) <= known
     used = set(re.findall(r"(?:muster manage|manage\.py) ([a-z_]+)", text))
     assert used
     assert used <= {*get_commands(), *OUR_COMMANDS}

@@ -58,7 +58,14 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout in which nothing has been installed, as far as the launcher reaches."""
     root = tmp_path_factory.mktemp("checkout")
     packages = ("controlplane", "core", "wire")
-    modules = ("controlplane/env.py", "core/limits.py", "wire/clock.py", "wire/limits.py")
+    modules = (
+        "controlplane/env.py",
+        "core/limits.py",
+        "wire/clock.py",
+        "wire/limits.py",
+        "wire/variables.py",
+        "core/issuer.py",
+    )
     for name in ("muster", *(f"{package}/__init__.py" for package in packages), *modules):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from controlplane.launcher import environment, files, installation, parts
-from controlplane.launcher.cli import _move_data, build_parser, name_node, parse, split_words, take_data
+from controlplane.launcher.cli import _move_data, build_parser, name_node, parse, split_words, take_data, translate_words
 from controlplane.launcher.console import LauncherError
 from controlplane.launcher.demo import MODEL, make_second_model, run_demo
 from controlplane.launcher.environment import ROOT, SETS, lock_file
@@ -507,13 +507,34 @@ def test_words_reach_the_command_they_are_for_and_options_of_other_programs_are_
         assert left == rest
         for switch in ("fast", "vllm", "clients", "mutants"):
             assert getattr(options, switch, False) is (f"--{switch}" in words)
-    options, _ = parse(["up"])
+    options, _ = parse(["up"])  # the address is that of a setting
     assert (options.host, options.port, options.gateway_port, options.with_node) == (None, 8000, None, True)
     assert options.data == default_data()
     assert _move_data(["--data", "/d"]) == []
     for words in (["demo", "governance", "--json", "--data", "/d"], ["--data", "/d", "demo", "governance", "--json"]):
         options, _ = parse(_move_data(words))
         assert (options.what, options.as_json, options.data) == ("governance", True, Path("/d"))
+
+
+def test_options_of_modelrelays_programs_become_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = {"MUSTER_QUEUE_TIMEOUT_S": "1", "BACKEND_URL": "http://b"}
+    monkeypatch.setattr("os.environ", environment)
+    words = ["--listen", "0.0.0.0:80", "--max-queue-len=0", "--queue-timeout", "9", "--require-api-keys", "--data", "/d"]
+    assert translate_words(["modelrelay-server", *words, "--database-url", "postgresql://db"]) == ["up", "--data", "/d"]
+    assert environment == {
+        "MUSTER_LISTEN": "0.0.0.0:80", "MUSTER_MAX_QUEUE_LEN": "1000000", "MUSTER_QUEUE_TIMEOUT_S": "9", "BACKEND_URL": "http://b",
+        "MUSTER_REQUIRE_API_KEYS": "true", "DATABASE_URL": "postgresql://db",
+    }  # fmt: skip
+    file = tmp_path / "worker.toml"
+    file.write_text('models = ["a", "b"]\nbackend_url = "http://c"\nmax_concurrency = 3\n')
+    assert translate_words(["modelrelay-worker", "--config", str(file), "--worker-name", "w"]) == ["node", "--worker-name", "w"]
+    told = [environment[name] for name in ("MODELS", "BACKEND_URL", "MAX_CONCURRENCY", "PROXY_URL")]
+    assert told == ["a,b", "http://b", "3", "http://127.0.0.1:8080"]
+    file.write_text("nonsense = 1\n")
+    for path in (file, tmp_path):
+        with pytest.raises(LauncherError, match="--config: "):
+            translate_words(["modelrelay-worker", "--config", str(path)])
+    assert translate_words(["up", "--listen", "x"]) == ["up", "--listen", "x"]
 
 
 @pytest.mark.parametrize(
