@@ -102,6 +102,11 @@ _PROGRAMS = {
         "--url URL --token-file FILE --key FILE [option ...] OPERATION",
         "runner", "controlplane.approver_cli", "docs/approvals.md"
     ),
+    "service": Program(
+        "have systemd or launchd keep Muster running on this machine",
+        "(install | print | status | uninstall) (up | node | server) [--instance NAME] [option ...]",
+        "runner", "controlplane.launcher.services", "docs/operate.md"
+    ),
     "bench": Program("measure what the gateway costs", "[argument ...]", "dev", "benchmarks", "benchmarks/README.md"),
     "package": Program(
         "build everything that is installed elsewhere, and check it as far as this machine can",
@@ -408,6 +413,8 @@ def _run_program(name: str, words: list[str]) -> None:
     # ``--all-engines`` is for us: CTranslate2 and faster-whisper as well.
     own = [word for word in words if name != "node" or word != "--all-engines"]
     needs = program.needs if own == words else "engines"
+    if name == "service" and "node" not in words:
+        needs = "server"
     environment.enter(needs, [name, *(["--data", str(data)] if data else []), *words])
     match name:
         case "manage" | "audit" | "ca":
