@@ -103,7 +103,7 @@ class MusterAdminConfig(AdminConfig):
 def make_roles(**_told: object) -> None:
     from core.roles import make_role_groups
 
-    make_role_groups()
+    make_role_groups(is_update=True)
 
 
 class ControlplaneConfig(AppConfig):

@@ -183,6 +183,7 @@ class GovernanceLimits:
     notice_give_up_s: float = bound(86_400.0, "s", "A notice that is so old is given up, and the log says so.")
     notice_error_chars: int = bound(300, "characters", "A longer error of a delivery is cut.")
     notice_unreadable_s: float = bound(3_600.0, "s", "Approvers are told of further messages that workers set aside.")
+    token_days: int = bound(3_650, "days", "An admin token that lives longer is refused.")
     webhook_name_chars: int = bound(80, "characters", "A longer name of a webhook is refused.")
     webhook_url_chars: int = bound(300, "characters", "A longer URL of a webhook is refused.")
     webhook_attempts: int = bound(3, "attempts", "A webhook that takes a message in none of these is shown as a problem.")

@@ -60,6 +60,7 @@ MEANINGS: Mapping[Role, tuple[str | Promise, str | Promise]] = {
 
 SEE_OPERATIONS = "governance.view_operation"
 PROPOSE = "governance.add_operation"
+SEE_NODES, SEE_GATEWAYS = "nodes.view_node", "gateway.view_gatewayprocess"
 SEE_TENANT, SEE_KEYS, SEE_REQUESTS = "gateway.view_tenant", "gateway.view_apikey", "gateway.view_requestrecord"
 ADD_KEY, CHANGE_KEY = "gateway.add_apikey", "gateway.change_apikey"
 SEE_MEMBERS, ADD_MEMBER, REMOVE_MEMBER = (
@@ -200,8 +201,11 @@ def list_roles(person: User) -> list[Role]:
 
 
 @transaction.atomic
-def make_role_groups() -> None:
-    """Make the groups of roles that are missing, after a migration. A group that is there stays as its owners made it."""
+def make_role_groups(*, is_update: bool = False) -> None:
+    """Make the groups of roles that are missing. A group that is there stays as its owners made it.
+
+    ``is_update``: after a migration; whoever was there before there were roles then keeps what they could do.
+    """
     known = set(Group.objects.filter(name__in=[role.value for role in _DEFAULTS]).values_list("name", flat=True))
     missing = {role: patterns for role, patterns in _DEFAULTS.items() if role.value not in known}
     if not missing:
@@ -215,7 +219,7 @@ def make_role_groups() -> None:
         if (name := f"{permission.content_type.app_label}.{permission.codename}") not in _SECRETS
         and any(fnmatchcase(name, pattern) for pattern in patterns)
     ])  # fmt: skip
-    if Role.APPROVER in missing:
+    if is_update and Role.APPROVER in missing:
         _keep_rights(groups[Role.APPROVER.value], permissions)
 
 

@@ -12,6 +12,7 @@ import msgspec
 from django.conf import settings
 from django.http import HttpResponse
 from django.urls import path
+from django.utils.translation import gettext as _
 from drf_spectacular.utils import OpenApiParameter, extend_schema, extend_schema_field
 from rest_framework import serializers, status
 from rest_framework.request import Request
@@ -19,6 +20,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from core.limits import limits
+from core.roles import SEE_REQUESTS, SEE_TENANT, Holder, find_tenants, limit_rows, may
 from gateway.models import ModelAlias, RequestRecord, Tenant
 from gateway.routing import Target
 from gateway.services.compatibility import GpuFit, Quality, Source, change_model_requirements, find_fits
@@ -39,6 +41,7 @@ from gateway.services.models import (
 from gateway.services.tenants import change_tenant_weight, find_tenant, list_tenants
 from gateway.services.usage import GROUPS, read_usage
 from gateway.values import MILLION, RequestOutcome, judge_outcome
+from governance.errors import NotPermitted
 from governance.rest.requests import Flag, Form, GovernanceView, Text, WholeNumber
 from nodes.api import ErrorSerializer, print_time
 from wire import clock
@@ -96,6 +99,9 @@ def _errors(*statuses: int) -> dict[int, type[ErrorSerializer]]:
 class RequestListView(APIView):
     """Recent request records, newest first."""
 
+    needs = {"GET": SEE_REQUESTS}
+    is_per_tenant = True
+
     @extend_schema(
         operation_id="list_requests",
         parameters=[
@@ -112,7 +118,8 @@ class RequestListView(APIView):
     )
     def get(self, request: Request) -> Response:
         """List recent requests, newest first. A parameter that cannot be used is 400 BAD_REQUEST and named in ``param``."""
-        records = RequestRecord.objects.order_by("-created_at", "-id")
+        records = limit_rows(RequestRecord.objects.all(), _holder(request), SEE_REQUESTS, tenant="tenant")
+        records = records.order_by("-created_at", "-id")
         state = request.query_params.get("status")
         if state is not None:
             records = records.filter(state__in=_read_status(state))
@@ -194,6 +201,8 @@ class RoutingDecisionSerializer(serializers.Serializer[Any]):  # Any: no model
 
 class DecisionView(APIView):
     """Why one request went to its node."""
+
+    needs = {"GET": SEE_REQUESTS}
 
     @extend_schema(operation_id="read_decision", responses={200: RoutingDecisionSerializer, **_errors(401, 404)})
     def get(self, request: Request, request_id: str) -> Response:
@@ -284,6 +293,8 @@ class AliasListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no 
 class AliasListView(GovernanceView):
     """The model aliases, and the way to make one."""
 
+    needs = {"GET": "gateway.view_modelalias", "POST": "gateway.add_modelalias"}
+
     @extend_schema(operation_id="list_aliases", responses={200: AliasListSerializer, **_errors(401)})
     def get(self, request: Request) -> Response:
         """List every alias by name, those for everybody first, each with what its models can do at this moment."""
@@ -306,6 +317,12 @@ class AliasListView(GovernanceView):
 
 class AliasView(GovernanceView):
     """One alias."""
+
+    needs = {
+        "GET": "gateway.view_modelalias",
+        "PATCH": "gateway.change_modelalias",
+        "DELETE": "gateway.delete_modelalias",
+    }
 
     @extend_schema(operation_id="read_alias", responses={200: AliasSerializer, **_errors(401, 404)})
     def get(self, request: Request, alias_id: int) -> Response:
@@ -367,19 +384,27 @@ class ChangeTenantForm(Form):
 class TenantListView(GovernanceView):
     """The tenants."""
 
+    needs = {"GET": SEE_TENANT}
+    is_per_tenant = True
+
     @extend_schema(operation_id="list_tenants", responses={200: TenantListSerializer, **_errors(401)})
     def get(self, request: Request) -> Response:
         """List every tenant by name."""
-        return Response(TenantListSerializer({"tenants": list_tenants()}).data)
+        names = find_tenants(_holder(request), SEE_TENANT)
+        tenants = [tenant for tenant in list_tenants() if names is None or tenant.name in names]
+        return Response(TenantListSerializer({"tenants": tenants}).data)
 
 
 class TenantView(GovernanceView):
     """One tenant."""
 
+    needs = {"GET": SEE_TENANT, "PATCH": "gateway.change_tenant"}
+    is_per_tenant = True
+
     @extend_schema(operation_id="read_tenant", responses={200: TenantSerializer, **_errors(401, 404)})
     def get(self, request: Request, name: str) -> Response:
         """Read a tenant."""
-        tenant = find_tenant(name)
+        tenant = find_tenant(name) if may(_holder(request), SEE_TENANT, tenant=name) else None
         if tenant is None:
             raise TenantNotFound(f"There is no tenant {name[:80]}.", param="name")
         return Response(TenantSerializer(tenant).data)
@@ -391,10 +416,22 @@ class TenantView(GovernanceView):
     )
     def patch(self, request: Request, name: str) -> Response:
         """Change the weight of a tenant, for requests that arrive from then on. 403: that takes an approved limit-raise."""
+        _require(request, self.needs["PATCH"], tenant=name)
         form = ChangeTenantForm(data=request.data)
         form.is_valid(raise_exception=True)
         tenant = change_tenant_weight(name=name, weight=form.validated_data["weight"], actor=_actor(request))
         return Response(TenantSerializer(tenant).data)
+
+
+def _holder(request: Request) -> Holder:
+    return cast("Holder", request.user)  # what DEFAULT_AUTHENTICATION_CLASSES puts there
+
+
+def _require(request: Request, permission: str, *, tenant: str) -> None:
+    """Raise NotPermitted unless the token may do this in the tenant; "" = in all."""
+    if not may(_holder(request), permission, tenant=tenant):
+        where = _("Its role does not count in the tenant %(tenant)s.") % {"tenant": tenant[:80]}
+        raise NotPermitted(where if tenant else _("Name a tenant of yours: ?tenant=NAME."), param="tenant")
 
 
 def _actor(request: Request) -> str:
@@ -460,6 +497,8 @@ def _tell_fits(model: str) -> Response:
 class RequirementsView(GovernanceView):
     """What one model needs."""
 
+    needs = {"PUT": "gateway.change_model", "DELETE": "gateway.change_model"}
+
     @extend_schema(
         operation_id="change_requirements",
         request=RequirementsSerializer,
@@ -482,6 +521,8 @@ class RequirementsView(GovernanceView):
 
 class CompatibilityView(APIView):
     """Which GPUs can run a model."""
+
+    needs = {"GET": "gateway.view_model"}
 
     @extend_schema(
         operation_id="read_compatibility",
@@ -535,6 +576,9 @@ _USAGE_PARAMETERS = [
 class UsageView(APIView):
     """What requests used, summed up."""
 
+    needs = {"GET": SEE_REQUESTS}
+    is_per_tenant = True
+
     @extend_schema(
         operation_id="list_usage", parameters=_USAGE_PARAMETERS, responses={200: UsageListSerializer, **_errors(400, 401)}
     )
@@ -546,6 +590,9 @@ class UsageView(APIView):
 
 class UsageFileView(APIView):
     """The same as a file."""
+
+    needs = {"GET": SEE_REQUESTS}
+    is_per_tenant = True
 
     @extend_schema(
         operation_id="export_usage",
@@ -569,11 +616,20 @@ def _read_groups(request: Request) -> list[str]:
 def _read_usage(request: Request) -> list[dict[str, Any]]:  # Any: columns
     today = clock.now().date()
     first, last = _read_day(request, "from", today.replace(day=1)), _read_day(request, "to", today)
-    rows = read_usage(groups=_read_groups(request), first=first, last=last, tenant=request.query_params.get("tenant"))
+    rows = read_usage(groups=_read_groups(request), first=first, last=last, tenant=_read_tenant(request))
     for row in rows:
         if "node_id" in row:
             row["node_id"] = format_id("node", row["node_id"]) if row["node_id"] is not None else ""
     return rows
+
+
+def _read_tenant(request: Request) -> str | None:
+    """Return the tenant that is asked for, None for all; a token of one tenant asks for its own. Raises NotPermitted."""
+    asked, names = request.query_params.get("tenant"), find_tenants(_holder(request), SEE_REQUESTS)
+    if asked is None and names is not None and len(names) == 1:
+        return next(iter(names))
+    _require(request, SEE_REQUESTS, tenant=asked or "")
+    return asked
 
 
 def _read_day(request: Request, name: str, default: date) -> date:

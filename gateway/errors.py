@@ -113,6 +113,13 @@ class InvalidAdminToken(Refused, code=ErrorCode.INVALID_ADMIN_TOKEN, status=403)
     default_message = "Admin token is missing or invalid. Send it as 'Authorization: Bearer msa_…'."
 
 
+class NotPermitted(Refused, code=ErrorCode.NOT_PERMITTED, status=403):
+    """The role of an admin token does not allow it."""
+
+    flag = "UA"
+    default_message = "This admin token may not do this."
+
+
 class ModelUnknown(Refused, code=ErrorCode.MODEL_NOT_ALLOWED, status=404):
     """Nobody has ever heard of the model."""
 

@@ -18,11 +18,17 @@ from django.utils.safestring import SafeString
 from django.utils.text import format_lazy
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
-from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
+from unfold.widgets import (
+    UnfoldAdminIntegerFieldWidget,
+    UnfoldAdminSelectWidget,
+    UnfoldAdminTextInputWidget,
+    UnfoldBooleanSwitchWidget,
+)
 
 from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
-from governance.admin_tokens import create_admin_token, revoke_admin_token
+from core.roles import MEANINGS, Role
+from governance.admin_tokens import create_admin_token, read_grant, revoke_admin_token
 from governance.alerts import (
     count_states,
     filter_alerts,
@@ -56,6 +62,36 @@ class AdminTokenForm(forms.Form):
         widget=UnfoldAdminTextInputWidget,
         help_text=_("Who or what will use it"),
     )
+    role = forms.ChoiceField(
+        label=_("Role"),
+        choices=[
+            (role.value, format_lazy("{name}: {meaning}", name=name, meaning=meaning))
+            for role, (name, meaning) in MEANINGS.items()
+        ],
+        initial=Role.VIEWER.value,
+        widget=UnfoldAdminSelectWidget,
+    )
+    tenant = forms.CharField(
+        label=_("Tenant"),
+        max_length=80,
+        required=False,
+        widget=UnfoldAdminTextInputWidget,
+        help_text=_("For a tenant admin or tenant viewer: the tenant in which that counts."),
+    )
+    days = forms.IntegerField(
+        label=_("Days"),
+        required=False,
+        min_value=1,
+        max_value=limits().governance.token_days,
+        widget=UnfoldAdminIntegerFieldWidget,
+        help_text=_("The token works so long. Empty: it never expires."),
+    )
+
+
+def _read_params(values: Values) -> dict[str, object]:
+    """Return what the form says as parameters of ``admin-token-mint``."""
+    named = {name: values[name] for name in ("role", "tenant", "days") if values.get(name)}
+    return {"name": values["name"], **named}
 
 
 def _revoke(token: AdminToken, actor: str, values: Values) -> str:
@@ -67,9 +103,12 @@ def _revoke(token: AdminToken, actor: str, values: Values) -> str:
 class AdminTokenAdmin(CreatingAdmin):
     """Bearer tokens of the admin APIs. Shown once, revoked, never deleted."""
 
-    list_display = ("name", "show_prefix", "show_state", "created_at", "last_used_at", "show_changes")
-    search_fields = ("name", "keyid")
-    fields = ("name", "show_prefix", "created_at", "last_used_at", "revoked_at")
+    list_display = (
+        "name", "show_prefix", "show_role", "owner", "show_state", "created_at", "expires_at", "last_used_at", "show_changes",
+    )  # fmt: skip
+    list_select_related = ("owner",)
+    search_fields = ("name", "keyid", "tenant")
+    fields = ("name", "show_prefix", "show_role", "owner", "created_at", "expires_at", "last_used_at", "revoked_at")
     readonly_fields = fields
     empty_words = _("Programs send an admin token to use the admin APIs of control plane and gateway.")
     create_form = AdminTokenForm
@@ -89,18 +128,27 @@ class AdminTokenAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        token, text = create_admin_token(name=values["name"], actor=actor)
+        token, text = create_admin_token(name=values["name"], actor=actor, grant=read_grant(_read_params(values)))
         return Created(row=token, secret=text, usage=gettext("Programs send it as: Authorization: Bearer <token>"))
 
     def find_offer(self, values: Values) -> Offer:
-        return Offer(operation="admin-token-mint", target="control-plane", params={"name": values["name"]})
+        return Offer(operation="admin-token-mint", target="control-plane", params=_read_params(values))
 
     @column(_("Token"))
     def show_prefix(self, token: AdminToken) -> str:
         return gettext("from the environment") if token.variable else f"msa_{token.keyid}…"
 
-    @column(_("State"), ordering="revoked_at", label={"active": "success", "revoked": "danger"})
+    @column(_("Role"), ordering="role")
+    def show_role(self, token: AdminToken) -> str:
+        if not token.role:
+            return gettext("everything")
+        name = MEANINGS[Role(token.role)][0]
+        return gettext("%(role)s of %(tenant)s") % {"role": name, "tenant": token.tenant} if token.tenant else str(name)
+
+    @column(_("State"), ordering="revoked_at", label={"active": "success", "expired": "warning", "revoked": "danger"})
     def show_state(self, token: AdminToken) -> tuple[str, str]:
+        if token.revoked_at is None and token.expires_at is not None and token.expires_at <= clock.now():
+            return "expired", gettext("expired")
         return ("active", gettext("active")) if token.revoked_at is None else ("revoked", gettext("revoked"))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, ClassVar
 
 from django.conf import settings
@@ -15,9 +16,10 @@ from django.db.models import Q
 from django.utils.translation import gettext as _
 
 from core.limits import limits
+from core.roles import Rights, Role, read_rights, read_rights_of_role
 from core.throttle import AuthThrottle
 from governance.audit import record_event
-from governance.errors import InvalidName, NotFound, NotPermitted, StateChanged, TooManyWrongTokens
+from governance.errors import InvalidGrant, InvalidName, NotFound, NotPermitted, StateChanged, TooManyWrongTokens
 from governance.models import AdminToken, Operation
 from governance.operations.approvals import (
     find_operation,
@@ -60,6 +62,7 @@ throttle = AuthThrottle(read_digests=_read_digests)
 class TokenHolder:
     """The caller of an admin API. ``actor`` is what the audit trail shows.
 
+    ``rights``: what it may do, which for a token of a person is never more than the person may.
     ``token``: ``token:<name>#<key id>``; the key id tells tokens of one name apart: what the one asked for, the other must not
     cancel. ``proposer``: as whom it asks for operations; ``owner_id``: the person whose token it is, None for one of nobody.
     """
@@ -68,17 +71,35 @@ class TokenHolder:
     token: str
     proposer: Proposer
     owner_id: int | None = None
+    rights: Rights = field(default_factory=Rights)
     is_authenticated: ClassVar[bool] = True
 
 
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a token may do and how long: a role, the tenant in which a role of tenants counts, and its end (None: never).
+
+    ``role`` "": everything, as tokens could that are older than roles.
+    """
+
+    role: str = ""
+    tenant: str = ""
+    expires_at: datetime | None = None
+
+
+EVERYTHING = Grant()
+
+
 @transaction.atomic
-def create_admin_token(*, name: str, actor: str, owner: User | None = None) -> tuple[AdminToken, str]:
+def create_admin_token(
+    *, name: str, actor: str, owner: User | None = None, grant: Grant = EVERYTHING
+) -> tuple[AdminToken, str]:
     """Create a token and return it with its text, which exists nowhere else and is shown once.
 
     Governed: once a policy is active, a token is proposed as ``admin-token-mint`` and claimed. Raises InvalidName,
-    NeedsApproval.
+    InvalidGrant, NeedsApproval.
     """
-    return _mint(name=name, actor=actor, owner=owner, operation=None)
+    return _mint(name=name, actor=actor, owner=owner, operation=None, grant=grant)
 
 
 @transaction.atomic
@@ -100,8 +121,29 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
         )
     if AdminToken.objects.filter(minted_by=operation).exists():
         raise StateChanged(_("This token was claimed already; its text is shown once. Propose another one."), param="op_id")
-    # Name and person are those that were signed.
-    return _mint(name=str(statement.params["name"]), actor=f"user:{user.get_username()}", owner=user, operation=operation)
+    # Name, person and rights are those that were signed.
+    actor, grant = f"user:{user.get_username()}", read_grant(statement.params)
+    return _mint(name=str(statement.params["name"]), actor=actor, owner=user, operation=operation, grant=grant)
+
+
+def read_grant(params: Mapping[str, object]) -> Grant:
+    """Return what the parameters of ``admin-token-mint`` give: ``role``, ``tenant``, ``days``. Raises InvalidGrant."""
+    days = params.get("days")
+    if days is not None and not (isinstance(days, int) and 1 <= days <= limits().governance.token_days):
+        raise InvalidGrant(_("Give 1 to %(most)s days, or none.") % {"most": limits().governance.token_days}, param="days")
+    expires_at = clock.now() + timedelta(days=days) if isinstance(days, int) else None
+    return check_grant(Grant(str(params.get("role", "")), str(params.get("tenant", "")), expires_at))
+
+
+def check_grant(grant: Grant) -> Grant:
+    """Return it as it is. Raises InvalidGrant for a role that is none, or that does not go with the tenant."""
+    if grant.role and grant.role not in set(Role):
+        raise InvalidGrant(_("There is no role %(role)s.") % {"role": grant.role[:40]}, param="role")
+    if (grant.role in {Role.TENANT_ADMIN, Role.TENANT_VIEWER}) != bool(grant.tenant):
+        raise InvalidGrant(_("A role of tenants needs a tenant, and other roles take none."), param="tenant")
+    if grant.expires_at is not None and grant.expires_at <= clock.now():
+        raise InvalidGrant(_("The token must expire in the future, or never."), param="expires_at")
+    return grant
 
 
 OWN_SECRET, OWN_NAME = "MUSTER_ADMIN_TOKEN", "environment"
@@ -131,7 +173,13 @@ def keep_own_token(*, actor: str) -> None:
 
 
 def _mint(
-    *, name: str, actor: str, owner: User | None, operation: Operation | None, own: MintedCredential | None = None
+    *,
+    name: str,
+    actor: str,
+    owner: User | None,
+    operation: Operation | None,
+    grant: Grant = EVERYTHING,
+    own: MintedCredential | None = None,
 ) -> tuple[AdminToken, str]:
     if operation is None:
         require_approval(MINT, order=None)
@@ -141,13 +189,15 @@ def _mint(
             _("Give the token a name of 1 to %(most)s characters.") % {"most": limits().governance.token_name_chars},
             param="name",
         )
+    check_grant(grant)
     minted = own or mint_credential(CredentialKind.ADMIN)
     token = AdminToken.objects.create(
         name=cleaned, keyid=minted.keyid, digest=minted.digest, owner_id=owner.pk if owner else None, minted_by=operation,
-        variable=OWN_SECRET if own is not None else "",
+        role=grant.role, tenant=grant.tenant, expires_at=grant.expires_at, variable=OWN_SECRET if own is not None else "",
     )  # fmt: skip
+    detail = {"keyid": minted.keyid, "role": grant.role, "tenant": grant.tenant}
     record_event(
-        actor=actor, action="admin_token.create", target=cleaned, detail={"keyid": minted.keyid},
+        actor=actor, action="admin_token.create", target=cleaned, detail=detail,
         op_id=operation.printed_id if operation else "",
     )  # fmt: skip
     return token, minted.text
@@ -168,7 +218,7 @@ def revoke_admin_token(*, token_id: int, actor: str) -> AdminToken:
 def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
     """Return the token that ``text`` is, or None when it is none, or a revoked one, or a credential of another kind.
 
-    A token whose owner may no longer sign in is None too. Takes the same time whether the key id exists or not. Writes
+    One that expired, or whose owner is switched off, is None too. Takes the same time whether the key id exists or not. Writes
     ``last_used_at`` at most once a minute. Raises TooManyWrongTokens after too many wrong ones from ``address``.
     """
     text = stand_in(text, settings.OWN_ADMIN_TOKEN, CredentialKind.ADMIN, secret_key=settings.SECRET_KEY)
@@ -181,11 +231,33 @@ def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
     token = known.first() if keyid is not None else None
     # Of an unknown id another digest is compared: both take the same steps.
     matches = verify_credential(text, bytes(token.digest) if token is not None else _NO_DIGEST)
-    if token is None or not matches or (token.owner is not None and not token.owner.is_active):
+    if token is None or not matches or not _is_good(token):
         throttle.record_failure(address)
         return None
     _touch(token)
     return token
+
+
+def _is_good(token: AdminToken) -> bool:
+    is_over = token.expires_at is not None and token.expires_at <= clock.now()
+    return not is_over and (token.owner is None or token.owner.is_active)
+
+
+def hold_token(token: AdminToken) -> TokenHolder:
+    """Return who calls with a token that was verified, and what it may do now: never more than its owner."""
+    actor, owner = f"token:{token.name}", token.owner
+    name = f"{actor}#{token.keyid}"
+    rights = read_rights_of_role(token.role, token.tenant)
+    if owner is not None and token.role:
+        rights = rights.within(read_rights(owner))
+    proposer = Proposer(name) if owner is None else Proposer(owner.get_username(), owner.pk)
+    return TokenHolder(actor, name, proposer, token.owner_id, rights)
+
+
+def find_holder(text: str, *, address: str = "") -> TokenHolder | None:
+    """Return who calls with ``text``, or None, as ``verify_admin_token`` does."""
+    token = verify_admin_token(text, address=address)
+    return None if token is None else hold_token(token)
 
 
 def _touch(token: AdminToken) -> None:

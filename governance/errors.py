@@ -31,6 +31,10 @@ class InvalidName(GovernanceError):
     """A name is empty or too long."""
 
 
+class InvalidGrant(GovernanceError):
+    """A token cannot have such rights; ``param`` names the field."""
+
+
 class InvalidSilence(GovernanceError):
     """An alert cannot be silenced so; ``param`` names the field."""
 

@@ -11,7 +11,7 @@ from django.db import transaction
 from django.utils.translation import gettext as _
 
 from core.models import Membership
-from core.roles import Role, list_roles
+from core.roles import Role, list_roles, make_role_groups
 from governance.audit import record_event
 from governance.errors import NotFound, NotPermitted
 
@@ -33,6 +33,7 @@ def change_roles(*, person: User, roles: Collection[Role], actor: str) -> User:
     if locked.is_superuser and Role.OWNER not in roles and not set(people) - {locked.pk}:
         raise NotPermitted(_("This is the last owner. Make somebody else an owner first."), param="roles")
     before = list_roles(locked)
+    make_role_groups()
     groups = {group.name: group for group in Group.objects.filter(name__in=[role.value for role in Role])}
     locked.groups.remove(*groups.values())
     locked.groups.add(*(groups[role.value] for role in roles if role is not Role.OWNER))

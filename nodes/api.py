@@ -478,6 +478,8 @@ class ModeView(NodeView):
 class NodeListView(APIView):
     """What administrators see of the fleet."""
 
+    needs = {"GET": "nodes.view_node"}
+
     @extend_schema(operation_id="list_nodes", responses={200: NodeListSerializer, 401: ErrorSerializer})
     def get(self, request: Request) -> Response:
         """List every node by name with the status it has at this moment."""
@@ -487,6 +489,8 @@ class NodeListView(APIView):
 
 class GpuListView(APIView):
     """The GPUs of the fleet."""
+
+    needs = {"GET": "nodes.view_gpu"}
 
     @extend_schema(
         operation_id="list_gpus",
@@ -513,6 +517,8 @@ class GpuListView(APIView):
 
 class GpuView(APIView):
     """One GPU."""
+
+    needs = {"GET": "nodes.view_gpu"}
 
     @extend_schema(
         operation_id="read_gpu",
@@ -560,6 +566,8 @@ class ReplicaListSerializer(serializers.Serializer[Any]):  # Any: an envelope, n
 class ReplicaListView(APIView):
     """Replicas over several nodes."""
 
+    needs = {"GET": "nodes.view_node"}
+
     @extend_schema(operation_id="list_replicas", responses={200: ReplicaListSerializer, 401: ErrorSerializer})
     def get(self, request: Request) -> Response:
         """List the replicas over several nodes that their nodes speak of, by model."""
@@ -586,6 +594,8 @@ class HistorySerializer(serializers.Serializer[Any]):  # Any: an envelope, no mo
 
 class GpuHistoryView(APIView):
     """How a GPU did lately."""
+
+    needs = {"GET": "nodes.view_gpu"}
 
     @extend_schema(
         operation_id="read_gpu_history",

@@ -18,10 +18,12 @@ from controlplane.launcher.files import read_json
 from controlplane.launcher.installation import default_data, installation_path
 from controlplane.launcher.up import EXAMPLE_QUESTION
 from core.models import User
+from core.roles import Role, list_roles
 from gateway.services.models import allow_model
-from governance.admin_tokens import create_admin_token
+from governance.admin_tokens import create_admin_token, read_grant
 from governance.audit import record_event
 from governance.keys import add_key_file, list_approving, list_keys, list_passkey_ids, revoke_key
+from governance.members import change_roles
 from governance.people import create_invitation, make_invitation_url
 from wire import COMMAND
 
@@ -78,12 +80,16 @@ def _revoke(person: User, thumbprint: str) -> str:
     "Create a token for the admin APIs and print it. It is shown this once.",
     argument("--name", required=True, help="who or what will use it"),
     argument("--owner", metavar="USERNAME", help="whose it is: it acts as this person, and brings their approvals"),
+    argument("--role", default="", choices=["", *Role], help="what it may do (default: everything)"),
+    argument("--tenant", default="", metavar="NAME", help="of a role of tenants: the one in which it counts"),
+    argument("--days", type=int, metavar="N", help="how long it works (default: it never expires)"),
 )
 def create_token(options: Options) -> str:
     owner = None
     if options["owner"] and (owner := User.objects.filter(username=options["owner"], is_active=True).first()) is None:
         raise CommandError(f"There is no person {options['owner']} who may sign in.")
-    return create_admin_token(name=options["name"], actor=ACTOR, owner=owner)[1]
+    grant = read_grant({name: options[name] for name in ("role", "tenant", "days")})
+    return create_admin_token(name=options["name"], actor=ACTOR, owner=owner, grant=grant)[1]
 
 
 @command(
@@ -120,21 +126,14 @@ def create_person(options: Options) -> User:
         options["name"], email=options["email"], first_name=options["first_name"], last_name=options["last_name"]
     )
     record_event(actor=ACTOR, action="operator.create", target=person.username, detail={"fields": ["username"]})
-    return person
+    return change_roles(person=person, roles=[Role.APPROVER], actor=ACTOR)
 
 
 def let_propose(person: User) -> None:
-    """Open the admin to a person, and let them propose operations."""
-    pages = Permission.objects.filter(
-        content_type__app_label__in=["nodes", "gateway", "governance"],
-        codename__startswith="view_",
-        # Those hold prompts.
-    ).exclude(codename="view_storedresponse")
-    propose = Permission.objects.filter(content_type__app_label="governance", codename="add_operation")
-    person.is_staff = True
-    person.save(update_fields=["is_staff"])
-    person.user_permissions.add(*pages, *propose)
-    record_event(actor=ACTOR, action="operator.change", target=person.username, detail={"fields": ["is_staff", "permissions"]})
+    """Open the console to a person who changes nothing there, and let them propose operations."""
+    person.user_permissions.add(Permission.objects.get(content_type__app_label="governance", codename="add_operation"))
+    change_roles(person=person, roles=[*list_roles(person), Role.VIEWER], actor=ACTOR)
+    record_event(actor=ACTOR, action="operator.change", target=person.username, detail={"fields": ["permissions"]})
 
 
 @command(

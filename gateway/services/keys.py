@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
@@ -51,10 +51,12 @@ def create_api_key(
     allowed_models: Iterable[str] = (),
     expires_at: datetime | None = None,
     priority: str = Priority.NORMAL.value,
+    is_within_tenant: bool = False,
 ) -> tuple[ApiKey, str]:
     """Create a key and return it with its text, which exists nowhere else and is shown once.
 
-    ``allowed_models`` empty = every allow-listed model. Raises InvalidValue, TenantNotFound, and ApprovalNeeded for a limit
+    ``allowed_models`` empty = every allow-listed model. ``is_within_tenant``: its maker may give no more than the tenant has,
+    with a policy or without. Raises InvalidValue, TenantNotFound, and ApprovalNeeded for a limit
     above the tenant's or high priority: make the key without, then propose to raise it.
     """
     cleaned = clean_name(name, what="key")
@@ -65,6 +67,10 @@ def create_api_key(
         raise InvalidValue(_("The key must expire in the future, or never."), param="expires_at")
     tenant = get_tenant(tenant_name)
     most = tenant_limit(tenant)
+    if is_within_tenant and limit is not None and limit > most:
+        raise InvalidValue(_("The tenant has %(most)s requests per minute.") % {"most": most}, param="requests_per_minute")
+    if is_within_tenant and chosen is Priority.HIGH:
+        raise InvalidValue(_("Only operators give high priority."), param="priority")
     require_no_raise(before=most, after=limit, otherwise=most, what=f"the tenant {tenant.name}")
     require_no_promotion(before=Priority.NORMAL.value, after=chosen)
     minted = mint_credential(CredentialKind.CLIENT)
@@ -112,11 +118,14 @@ def keep_keyless_key(*, is_on: bool, actor: str) -> None:
 
 
 @transaction.atomic
-def revoke_api_key(*, key_id: uuid.UUID, actor: str) -> ApiKey:
-    """Make a key useless everywhere within seconds, for good; doing so again changes nothing. Raises KeyNotFound."""
-    now = clock.now()
-    changed = ApiKey.objects.filter(pk=key_id, revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
-    key = ApiKey.objects.filter(pk=key_id).select_related("tenant").first()
+def revoke_api_key(*, key_id: uuid.UUID, actor: str, tenants: Collection[str] | None = None) -> ApiKey:
+    """Make a key useless everywhere within seconds, for good; doing so again changes nothing.
+
+    ``tenants``: one of these has to have it, None: any. Raises KeyNotFound.
+    """
+    now, keys = clock.now(), _keys_of(tenants).filter(pk=key_id)
+    changed = keys.filter(revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
+    key = keys.select_related("tenant").first()
     if key is None:
         raise KeyNotFound(_("There is no key %(key_id)s.") % {"key_id": key_id}, param="key_id")
     if changed:
@@ -242,8 +251,13 @@ def has_own_key() -> bool:
     return ApiKey.objects.filter(revoked_at=None).exclude(ready_made).exists()
 
 
-def list_api_keys() -> list[ApiKey]:
-    return list(ApiKey.objects.select_related("tenant").order_by("-created_at"))
+def list_api_keys(*, tenants: Collection[str] | None = None) -> list[ApiKey]:
+    """Return the keys of these tenants, None: of all, the newest first."""
+    return list(_keys_of(tenants).select_related("tenant").order_by("-created_at"))
+
+
+def _keys_of(tenants: Collection[str] | None) -> QuerySet[ApiKey]:
+    return ApiKey.objects.all() if tenants is None else ApiKey.objects.filter(tenant__name__in=tenants)
 
 
 def _lock_key(key_id: uuid.UUID) -> ApiKey:

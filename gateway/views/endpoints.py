@@ -12,13 +12,22 @@ from django.conf import settings
 from django.db import DatabaseError
 
 from core.db.threads import run_in_database
+from core.roles import find_tenants, may
 from gateway.dialects.surface import DEFAULT_SURFACE, SURFACES, Surface
-from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RateLimited, RecordsUnavailable
+from gateway.errors import (
+    ClientLeft,
+    GatewayError,
+    InvalidAdminToken,
+    MethodNotAllowed,
+    NotPermitted,
+    RateLimited,
+    RecordsUnavailable,
+)
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.response import Application, admit_origin, answer_preflight, id_headers, send_error
 from gateway.values import Header, HeaderView
-from governance.admin_tokens import verify_admin_token
+from governance.admin_tokens import TokenHolder, find_holder
 from governance.errors import TooManyWrongTokens
 from nodes.links import Link
 from wire.ids import format_id, new_uuid7
@@ -96,24 +105,28 @@ def send_failure(client: ClientConnection, error: GatewayError, surface: Surface
     send_error(client, surface, error, request_id, [*id_headers(request_id, is_anthropic=surface.is_anthropic), *(extra or [])])
 
 
-async def find_admin(client: ClientConnection) -> str | None:
-    """Return the actor behind an admin token ("Bearer" may be left out), or None. Raises RateLimited."""
+async def find_admin(client: ClientConnection) -> TokenHolder | None:
+    """Return who calls with an admin token ("Bearer" may be left out), or None. Raises RateLimited."""
     text = client.headers.get("authorization", "").strip()
     if text[:7].lower() == "bearer ":
         text = text[7:].strip()
     try:
-        token = await run_in_database(verify_admin_token, text, address=client.address) if text else None
+        return await run_in_database(find_holder, text, address=client.address) if text else None
     except TooManyWrongTokens as error:
         raise RateLimited(error.message, retry_after_s=error.retry_after_s) from None
-    return f"token:{token.name}" if token is not None else None
 
 
-async def require_admin(client: ClientConnection) -> str:
-    """Return the actor behind an admin token. Raises InvalidAdminToken."""
-    actor = await find_admin(client)
-    if actor is None:
+async def require_admin(client: ClientConnection, permission: str, *, is_per_tenant: bool = False) -> TokenHolder:
+    """Return who calls with an admin token whose role has a permission; ``is_per_tenant``: at least in some tenants.
+
+    Raises InvalidAdminToken, NotPermitted.
+    """
+    holder = await find_admin(client)
+    if holder is None:
         raise InvalidAdminToken
-    return actor
+    if not may(holder, permission) and not (is_per_tenant and find_tenants(holder, permission)):
+        raise NotPermitted(f"This admin token may not do this: its role needs the permission {permission}.")
+    return holder
 
 
 def is_draining(link: Link) -> bool:

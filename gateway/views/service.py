@@ -16,8 +16,9 @@ from django.contrib.staticfiles import finders
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.db.threads import run_in_database
+from core.roles import ADD_KEY, CHANGE_KEY, SEE_GATEWAYS, SEE_KEYS, SEE_NODES, find_tenants, may
 from gateway.dialects.surface import DEFAULT_SURFACE, SURFACES
-from gateway.errors import BadRequest, InvalidAdminToken, ModelUnknown, RouteNotFound, UpgradeRequired
+from gateway.errors import BadRequest, InvalidAdminToken, ModelUnknown, NotPermitted, RouteNotFound, UpgradeRequired
 from gateway.models import ApiKey
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection, came_directly
@@ -69,7 +70,8 @@ class PublicViews:
             "uptime_secs": round(clock.unix_s() - runtime.started_at, 1),
             "models_provider": "local",
         }
-        if client.headers.get("authorization") and await find_admin(client) is not None:
+        holder = await find_admin(client) if client.headers.get("authorization") else None
+        if holder is not None and may(holder, SEE_NODES):
             answer["workers"] = [_health_worker(link) for link in runtime.registry]
             answer["providers"] = await _describe_providers(runtime)
         send_answer(client, 200, answer)
@@ -119,8 +121,10 @@ class PublicViews:
     async def metrics(self, client: ClientConnection) -> None:
         """``GET /metrics``: Prometheus text, for callers on this machine that no proxy passed on, or with an admin token."""
         is_open = not settings.METRICS_REQUIRE_TOKEN and came_directly(client.scope, client.headers)
-        if not is_open and await find_admin(client) is None:
-            raise InvalidAdminToken("Metrics need an admin token here: through a proxy or from another machine always.")
+        if not is_open:
+            if await find_admin(client) is None:
+                raise InvalidAdminToken("Metrics need an admin token here: through a proxy or from another machine always.")
+            await require_admin(client, SEE_GATEWAYS)
         client.respond(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], generate_latest())
 
     async def connect(self, client: ClientConnection) -> None:
@@ -180,7 +184,7 @@ class AdminViews:
 
     async def workers(self, client: ClientConnection) -> None:
         """``GET /admin/workers``."""
-        await require_admin(client)
+        await require_admin(client, SEE_NODES)
         workers = [
             {
                 "worker_id": format_id("node", link.node_id),
@@ -198,7 +202,7 @@ class AdminViews:
 
     async def stats(self, client: ClientConnection) -> None:
         """``GET /admin/stats``."""
-        await require_admin(client)
+        await require_admin(client, SEE_GATEWAYS)
         runtime = self.runtime
         providers = await _describe_providers(runtime)
         answer = {
@@ -213,13 +217,14 @@ class AdminViews:
 
     async def list_keys(self, client: ClientConnection) -> None:
         """``GET /admin/keys``."""
-        await require_admin(client)
-        keys = await run_in_database(lambda: [_render_key(key) for key in list_api_keys()])
+        holder = await require_admin(client, SEE_KEYS, is_per_tenant=True)
+        names = find_tenants(holder, SEE_KEYS)
+        keys = await run_in_database(lambda: [_render_key(key) for key in list_api_keys(tenants=names)])
         send_answer(client, 200, {"keys": keys})
 
     async def create_key(self, client: ClientConnection) -> None:
         """``POST /admin/keys``: 201 with the secret, shown this once."""
-        actor = await require_admin(client)
+        holder = await require_admin(client, ADD_KEY, is_per_tenant=True)
         try:
             wanted = msgspec.json.decode(await client.read_body(), type=_NewKey)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -227,11 +232,17 @@ class AdminViews:
         if not wanted.name.strip() or len(wanted.name) > 80:
             raise BadRequest("The name must have 1 to 80 characters.", param="name")
 
+        if not may(holder, ADD_KEY, tenant=wanted.tenant):
+            raise NotPermitted(
+                f"The role of this admin token does not count in the tenant {wanted.tenant[:80]}.", param="tenant"
+            )
+
         def create() -> dict[str, object]:
             key, text = create_api_key(
                 name=wanted.name.strip(),
                 tenant_name=wanted.tenant,
-                actor=actor,
+                actor=holder.actor,
+                is_within_tenant=not may(holder, ADD_KEY),
                 requests_per_minute=wanted.requests_per_minute,
                 allowed_models=tuple(wanted.allowed_models),
                 priority=wanted.priority,
@@ -244,11 +255,12 @@ class AdminViews:
 
     async def revoke_key(self, client: ClientConnection) -> None:
         """``DELETE /admin/keys/{id}``: 204, or 404."""
-        actor = await require_admin(client)
+        holder = await require_admin(client, CHANGE_KEY, is_per_tenant=True)
+        names = find_tenants(holder, CHANGE_KEY)
         key_id = parse_id("key", str(client.scope["url_route"]["kwargs"]["key_id"]))
         if key_id is None:
             raise KeyNotFound("There is no key with that id.", param="key_id")
-        await run_in_database(revoke_api_key, key_id=key_id, actor=actor)
+        await run_in_database(revoke_api_key, key_id=key_id, actor=holder.actor, tenants=names)
         for keyid, entry in list(self.runtime.catalogue.keys.items()):
             if entry.caller.key_id == key_id:
                 del self.runtime.catalogue.keys[keyid]

@@ -9,6 +9,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_noop
 
 from core.limits import limits
+from core.roles import MEANINGS, Role
 from governance.errors import ApprovalRefused, InvalidProposal
 from governance.models import Operation, PolicyVersion
 from governance.operations.approvals import (
@@ -197,18 +198,41 @@ class AdminTokenMint(_Local):
     title = gettext_noop("Make an admin token")
 
     def choices(self) -> Mapping[str, object]:
-        return {"targets": [], "params": [{"name": "name", "label": "Name of the token", "help": "What it is for."}]}
+        roles = [["", "Everything"], *([role.value, str(name)] for role, (name, _meaning) in MEANINGS.items())]
+        days = {"least": 1, "most": limits().governance.token_days}
+        return {
+            "targets": [],
+            "params": [
+                {"name": "name", "label": "Name of the token", "help": "What it is for."},
+                {"name": "role", "label": "Role", "kind": "select", "choices": roles, "required": False},
+                {"name": "tenant", "label": "Tenant", "help": "For a role of tenants.", "required": False},
+                {"name": "days", "label": "Days", "kind": "number", "help": "Empty: no end.", "required": False, **days},
+            ],
+        }
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
-        """Return the request: {"name"}."""
-        _require_only(params, "name")
+        """Return the request: {"name"}, and what it gives where that is not everything for ever: {"role", "tenant", "days"}."""
+        _require_only(params, "name", "role", "tenant", "days")
         name = params.get("name")
         if not isinstance(name, str) or not 1 <= len(name.strip()) <= limits().governance.token_name_chars:
             raise InvalidProposal(
                 _("Give the token a name of 1 to %(most)s characters.") % {"most": limits().governance.token_name_chars},
                 param="name",
             )
-        return Request(_require_control_plane(targets), {"name": name.strip()})
+        found: dict[str, object] = {"name": name.strip()}
+        found |= {key: value for key in ("role", "tenant", "days") if (value := params.get(key)) not in ("", None)}
+        self._check(found)
+        return Request(_require_control_plane(targets), found)
+
+    def _check(self, params: Mapping[str, object]) -> None:
+        role, tenant, days = params.get("role", ""), params.get("tenant", ""), params.get("days", 1)
+        most = limits().governance.token_days
+        if role not in ("", *Role):
+            raise InvalidProposal(_("There is no role %(role)s.") % {"role": str(role)[:40]}, param="role")
+        if not isinstance(tenant, str) or bool(tenant) != (role in {Role.TENANT_ADMIN, Role.TENANT_VIEWER}):
+            raise InvalidProposal(_("A role of tenants needs a tenant, and other roles take none."), param="tenant")
+        if isinstance(days, bool) or not isinstance(days, int) or not 1 <= days <= most:
+            raise InvalidProposal(_("Give 1 to %(most)s days, or none.") % {"most": most}, param="days")
 
     def write_title(self, params: Mapping[str, object]) -> str:
         return _("Make an admin token named %(name)s") % {"name": params.get("name", "")}
@@ -219,9 +243,19 @@ class AdminTokenMint(_Local):
         lines = [
             Line(_("Name"), name),
             Line(_("It opens"), _("the admin APIs of control plane and gateway")),
+            Line(_("It may"), self._say_rights(params)),
+            Line(_("It works for"), _("%(days)s days") % {"days": params["days"]} if "days" in params else _("no end")),
             Line(_("Shown"), _("to its requester, once")),
         ]
         return Description(self.write_title(params), lines)
+
+    def _say_rights(self, params: Mapping[str, object]) -> str:
+        if not params.get("role"):
+            return _("everything")
+        name = MEANINGS[Role(str(params["role"]))][0]
+        if not params.get("tenant"):
+            return str(name)
+        return _("%(role)s of %(tenant)s") % {"role": name, "tenant": params["tenant"]}
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         # It is left to be claimed: nothing secret passes through rows and workers.

@@ -17,7 +17,7 @@ from django.utils.translation import gettext as _
 
 from core.hints import publish_hint
 from core.limits import limits
-from core.roles import PROPOSE, may
+from core.roles import PROPOSE
 from governance.errors import ApprovalRefused, Frozen, InvalidProposal, NotPermitted, StateChanged, TooManyOpen
 from governance.models import Operation, OperationRun, PolicyVersion
 from governance.operations.approvals import (
@@ -303,7 +303,7 @@ def require_proposer(proposer: Proposer, policy: Policy | None, op_class: str) -
     user = get_user_model().objects.filter(pk=proposer.user_id, is_active=True).first()
     # The name is what approvers sign, so it has to be that of the person who asks.
     is_known = user is not None and user.get_username() == proposer.name
-    if user is None or not is_known or not (may(user, PROPOSE) or (policy is not None and proposer.name in policy.groups)):
+    if user is None or not is_known or not (user.has_perm(PROPOSE) or (policy is not None and proposer.name in policy.groups)):
         raise NotPermitted(_("Only operators and approvers can ask for operations."), param="requested_by")
 
 

@@ -136,7 +136,7 @@ class OneRenderer(DefaultContentNegotiation):
 
 
 class GovernanceView(APIView):
-    """Base of the views: strict JSON in, JSON out."""
+    """Base of the views: strict JSON in, JSON out. ``needs`` and ``is_per_tenant``: as ``MayCall`` reads them."""
 
     parser_classes = (StrictJsonParser,)
     content_negotiation_class = OneRenderer

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 from channels.db import database_sync_to_async
@@ -27,7 +27,8 @@ from rest_framework.views import APIView
 
 from core.hints import HINT_GROUP
 from core.limits import limits
-from governance.errors import GovernanceError
+from core.roles import SEE_OPERATIONS, Holder, may
+from governance.errors import GovernanceError, NotPermitted
 from governance.operations.approvals import find_operation
 from governance.operations.queries import OperationSummary, summarise
 from governance.rest.requests import read_op_id
@@ -187,8 +188,11 @@ def _admit(request: HttpRequest, op_id: str) -> uuid.UUID | HttpResponse:
 
 def _authenticate(request: HttpRequest) -> None:
     """Check the credential exactly as the views of the REST framework do. Raises what they raise."""
-    if Request(request, authenticators=_rules.get_authenticators()).user is None:
+    holder = Request(request, authenticators=_rules.get_authenticators()).user
+    if holder is None:
         raise NotAuthenticated
+    if not may(cast("Holder", holder), SEE_OPERATIONS):
+        raise NotPermitted(f"This admin token may not do this: its role needs the permission {SEE_OPERATIONS}.")
 
 
 def _is_still_admitted(request: HttpRequest) -> bool:

@@ -16,6 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from core.limits import limits
+from core.roles import PROPOSE, SEE_OPERATIONS
 from governance.admin_tokens import claim_admin_token
 from governance.alerts import lift_silence, list_alerts, read_alert, read_last_look, silence_alert
 from governance.checkpoints import consistency, latest_checkpoint
@@ -79,6 +80,8 @@ from wire.optoken.approval import decode_bytes, encode_bytes
 
 
 class OperationListView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS, "POST": PROPOSE}
+
     @extend_schema(
         operation_id="list_operations", parameters=[ListForm], responses={200: PageSerializer, **describe_refusals(400)}
     )
@@ -110,6 +113,8 @@ class OperationListView(GovernanceView):
 
 
 class OperationView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS}
+
     @extend_schema(
         operation_id="read_operation", parameters=[OP_ID], responses={200: OperationSerializer, **describe_refusals(404)}
     )
@@ -120,6 +125,8 @@ class OperationView(GovernanceView):
 
 
 class StatementView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS}
+
     @extend_schema(
         operation_id="read_statement",
         parameters=[
@@ -139,6 +146,8 @@ class StatementView(GovernanceView):
 
 
 class EvidenceView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS}
+
     @extend_schema(
         operation_id="read_evidence", parameters=[OP_ID], responses={200: EvidenceSerializer, **describe_refusals(404)}
     )
@@ -151,6 +160,8 @@ class EvidenceView(GovernanceView):
 
 
 class ReceiptListView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS}
+
     @extend_schema(
         operation_id="list_receipts", parameters=[OP_ID], responses={200: ReceiptListSerializer, **describe_refusals(404)}
     )
@@ -228,6 +239,8 @@ _CHANGED = {200: OperationSerializer, **describe_refusals(400, 403, 404, 409, 41
 
 
 class ApprovalView(GovernanceView):
+    needs = {"POST": SEE_OPERATIONS, "DELETE": SEE_OPERATIONS}
+
     @extend_schema(
         operation_id="approve_operation", parameters=[OP_ID], request=ApprovalForm, examples=[APPROVAL], responses=_CHANGED
     )
@@ -252,6 +265,8 @@ class ApprovalView(GovernanceView):
 
 
 class RejectionView(GovernanceView):
+    needs = {"POST": SEE_OPERATIONS}
+
     @extend_schema(
         operation_id="reject_operation", parameters=[OP_ID], request=RejectionForm, examples=[REJECTION], responses=_CHANGED
     )
@@ -264,6 +279,8 @@ class RejectionView(GovernanceView):
 
 
 class CancelView(GovernanceView):
+    needs = {"POST": PROPOSE}
+
     @extend_schema(operation_id="cancel_operation", parameters=[OP_ID], request=EmptyForm, responses=_CHANGED)
     def post(self, request: Request, op_id: str) -> Response:
         """Cancel an operation, as whoever asked for it. Possible until it is on its way."""
@@ -273,6 +290,8 @@ class CancelView(GovernanceView):
 
 
 class UseView(GovernanceView):
+    needs = {"POST": PROPOSE}
+
     @extend_schema(operation_id="use_approval", parameters=[OP_ID], request=EmptyForm, responses=_CHANGED)
     def post(self, request: Request, op_id: str) -> Response:
         """Carry a standing approval out once more."""
@@ -283,6 +302,8 @@ class UseView(GovernanceView):
 
 
 class ClaimView(GovernanceView):
+    needs = {"POST": PROPOSE}
+
     @extend_schema(
         operation_id="claim_admin_token", parameters=[OP_ID], request=EmptyForm,
         responses={200: ClaimedTokenSerializer, **describe_refusals(400, 403, 404, 409, 413, 415)},
@@ -302,6 +323,8 @@ class ClaimView(GovernanceView):
 
 
 class PolicyView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS}
+
     @extend_schema(operation_id="read_policy", responses={200: PolicySerializer, **describe_refusals(404)})
     def get(self, request: Request) -> Response:
         """Read the policy in force, parsed and as the bytes that were signed."""
@@ -324,6 +347,8 @@ class PolicyView(GovernanceView):
 
 
 class PolicyChainView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS}
+
     @extend_schema(
         operation_id="read_policy_chain",
         parameters=[ChainForm],
@@ -337,6 +362,8 @@ class PolicyChainView(GovernanceView):
 
 
 class PolicyDraftView(GovernanceView):
+    needs = {"POST": PROPOSE}
+
     @extend_schema(
         operation_id="draft_policy", request=DraftForm, examples=[DRAFT],
         responses={201: OperationSerializer, **describe_refusals(400, 403, 409, 413, 415, 429)},
@@ -349,6 +376,8 @@ class PolicyDraftView(GovernanceView):
 
 
 class FreezeView(GovernanceView):
+    needs = {"GET": SEE_OPERATIONS, "POST": SEE_OPERATIONS}
+
     @extend_schema(operation_id="read_freeze", responses={200: FreezeSerializer, **describe_refusals()})
     def get(self, request: Request) -> Response:
         """Say whether everything stands still, since when and why."""
@@ -371,6 +400,8 @@ def _show_freeze(row: Freeze | None) -> dict[str, object]:
 
 
 class CheckpointView(GovernanceView):
+    needs = {"GET": "governance.view_auditevent"}
+
     @extend_schema(
         operation_id="read_checkpoint",
         responses={**describe_bytes(media_type="text/plain", description="C2SP signed note"), **describe_refusals(404)},
@@ -384,6 +415,8 @@ class CheckpointView(GovernanceView):
 
 
 class ConsistencyView(GovernanceView):
+    needs = {"GET": "governance.view_auditevent"}
+
     @extend_schema(
         operation_id="prove_consistency", parameters=[ConsistencyForm],
         responses={200: ConsistencySerializer, **describe_refusals(400)},
@@ -400,6 +433,8 @@ class ConsistencyView(GovernanceView):
 
 
 class AlertListView(GovernanceView):
+    needs = {"GET": "governance.view_alert"}
+
     @extend_schema(
         operation_id="list_alerts", parameters=[AlertListForm], responses={200: AlertPageSerializer, **describe_refusals(400)}
     )
@@ -411,6 +446,8 @@ class AlertListView(GovernanceView):
 
 
 class AlertView(GovernanceView):
+    needs = {"GET": "governance.view_alert"}
+
     @extend_schema(operation_id="read_alert", parameters=[ALERT_ID], responses={200: AlertSerializer, **describe_refusals(404)})
     def get(self, request: Request, alert_id: int) -> Response:
         """Read one alert."""
@@ -418,6 +455,8 @@ class AlertView(GovernanceView):
 
 
 class AlertSilenceView(GovernanceView):
+    needs = {"POST": "governance.change_alert", "DELETE": "governance.change_alert"}
+
     @extend_schema(
         operation_id="silence_alert", parameters=[ALERT_ID], request=SilenceForm, examples=[SILENCE],
         responses={200: AlertSerializer, **describe_refusals(400, 404, 413, 415)},
