@@ -251,7 +251,8 @@ class Pipeline:
                 call.trace.finish(call.record, ending.error)
 
     def _log_end_of_wait(self, call: Call, error: GatewayError) -> None:
-        model, now = call.job.request.model if call.job is not None else "", clock.monotonic()
+        request, now = call.job.request if call.job is not None else call.refused, clock.monotonic()
+        model = request.model if request is not None else ""
         if isinstance(error, QueueFull):  # a flood of them has one line in a while
             self.refused += 1
             if now >= self.refused_told_at + self.limits.queue_full_log_s:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -255,6 +257,34 @@ async def test_nobody_who_finds_a_slot_hears_of_a_queue_and_who_waits_in_vain_is
     running.finish()
     await first.done()
     assert "x-queue-position" not in first.client.headers
+
+
+async def test_the_log_says_where_requests_went_and_which_waited_in_vain(
+    fleet_rows: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="muster.records")
+    async with Fleet(rows=fleet_rows) as fleet:
+        node = await fleet.add_node(models=["tight"])
+        call = await fleet.next_call(fleet.ask("tight"))
+        waiting = [fleet.ask("tight") for _ in range(2)]
+        await fleet.until(lambda: fleet.runtime.dispatcher.depth == 2)
+        for _ in range(3):
+            await fleet.ask("tight").done()
+        await fleet.advance(2.0)
+        await fleet.ask("tight").done()
+        for answer in waiting:
+            await answer.done()
+        node.link.cut()
+        await fleet.until(lambda: call.ended_at is not None)
+        await fleet.settle()
+    lines = [re.sub(r"request=\S+ ", "", record.getMessage()) for record in caplog.records]
+    assert lines.count("queue.full model=tight waiting=2 refused=1") == 1
+    assert lines.count("queue.full model=tight waiting=2 refused=3") == 1, "a flood has a line in a while"
+    assert [line for line in lines if line.startswith("queue.timeout")] == ["queue.timeout model=tight waited_s=30.0"] * 2
+    assert [line for line in lines if line.startswith("request.dispatched")] == [
+        "request.dispatched node=n0 model=tight attempt=1 queue_ms=0"
+    ]
+    assert "request.requeued node=n0 model=tight reason=lost" in lines
 
 
 async def test_a_client_that_does_not_read_is_closed_and_the_streams_beside_it_go_on(fleet_rows: Rows) -> None:
