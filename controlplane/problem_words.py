@@ -36,6 +36,7 @@ class Words:
 
 
 KINDS: dict[str, Text] = {
+    "backup.old": _("Backup is old"),
     "budget.cost_per_day": _("Costs of the day"),
     "budget.cost_per_month": _("Costs of the month"),
     "budget.tokens_per_day": _("Tokens of the day"),
@@ -74,6 +75,9 @@ KINDS: dict[str, Text] = {
 _NO_POWER = _("Check its power, its network and the runner's log.")
 
 WORDS_OF: dict[str, Words] = {
+    "backup.old": Words(
+        _("The last backup is of %(made_at)s."), _("Run muster backup, and see why what should make backups does not.")
+    ),
     "gateway.none": Words(_("No gateway runs."), _("Clients cannot connect. Start one, or look at its log.")),
     "gateway.silent": Words(
         _("The gateway %(gateway)s writes no heartbeat."),

@@ -27,6 +27,7 @@ from gateway.services.requests import (
 from gateway.services.rollups import Sums, read_counted_until, read_series
 from gateway.services.usage import UsedBudget, find_used_budgets
 from governance.alerts import AlertObject, Param, Problem, look
+from governance.audit import BACKUP_CREATED, find_last_action_at
 from governance.notices import FailingWebhook, deliver_due, find_failing_webhooks, is_delivery_due
 from governance.operations.approvals import active_policy
 from governance.states import Severity
@@ -63,6 +64,8 @@ class SlowFacts:
     """When the CA that gives nodes certificates ends; None = there is none."""
     budgets: tuple[UsedBudget, ...] = ()
     webhooks: tuple[FailingWebhook, ...] = ()
+    backup_at: datetime | None = None
+    """When the last backup was written; None = there never was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ def read_slow_facts() -> SlowFacts:
         authority_ends_at=find_authority_end(),
         budgets=find_used_budgets(),
         webhooks=find_failing_webhooks(),
+        backup_at=find_last_action_at(BACKUP_CREATED),
     )
 
 
@@ -325,6 +329,12 @@ def _find_used_budgets(facts: Facts) -> Iterable[Problem]:
         yield Problem(f"budget.{one.kind}", severity, of, code=code or "budget.used", params=params)
 
 
+def _find_old_backup(facts: Facts) -> Iterable[Problem]:
+    made_at = facts.slow.backup_at
+    if made_at is not None and facts.now - made_at > timedelta(seconds=limits().console.backup_age_s):
+        yield Problem("backup.old", params={"made_at": made_at.isoformat()}, since=made_at)
+
+
 CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_no_gateway,
     _find_no_node,
@@ -348,6 +358,7 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_idle_nodes,
     _find_forgotten_drains,
     _find_expiring_keys,
+    _find_old_backup,
 )
 
 

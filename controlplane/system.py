@@ -32,6 +32,7 @@ from gateway.services.keys import KEYLESS
 from gateway.services.requests import read_gateways
 from gateway.services.rollups import read_counted_until
 from governance.alerts import find_last_look
+from governance.audit import BACKUP_CREATED, find_last_action_at
 from governance.checkpoints import read_status
 from nodes.pages import count_runner_versions
 from nodes.services.certificates import list_authorities
@@ -205,10 +206,14 @@ def look_at_runners() -> Part:
     versions, name = count_runner_versions(), _("Versions of nodes")
     facts = (
         (_("This server"), RELEASE),
-        *((version or _("not told"), ngettext("%(n)s node", "%(n)s nodes", n) % {"n": n}) for version, n, _old in versions),
+        *((version or _("not told"), ngettext("%(n)s node", "%(n)s nodes", n) % {"n": n}) for version, n, _order in versions),
     )
     url = reverse("admin:nodes_node_changelist")
-    old = sum(count for _version, count, is_old in versions if is_old)
+    new = sum(count for _version, count, order in versions if order > 0)
+    if new:
+        what = ngettext("%(n)s node is newer than this server.", "%(n)s nodes are newer than this server.", new) % {"n": new}
+        return Part(name, Sign.ATTENTION, what, _("It may send what this server does not know. Update the server."), facts, url)
+    old = sum(count for _version, count, order in versions if order < 0)
     if old:
         what = ngettext("%(n)s node is older than this server.", "%(n)s nodes are older than this server.", old) % {"n": old}
         return Part(name, Sign.ATTENTION, what, _("It works, and lacks what is new. Update its runner."), facts, url)
@@ -266,8 +271,15 @@ def look_at_keys() -> Part:
 
 
 def look_at_backups() -> Part:
-    advice = _("A dump of PostgreSQL is the whole backup. Watch its age where it is made; docs/upgrade.md says how.")
-    return Part(_("Backups"), Sign.UNKNOWN, _("Muster does not see who backs its database up."), advice)
+    made_at, name = find_last_action_at(BACKUP_CREATED), _("Backups")
+    if made_at is None:
+        advice = _("Run muster backup, or watch the age of your own dumps where they are made; docs/upgrade.md says how.")
+        return Part(name, Sign.UNKNOWN, _("No backup was made by Muster yet."), advice)
+    facts = ((_("Last backup"), f"{made_at:%Y-%m-%d %H:%M} UTC"),)
+    if clock.now() - made_at > timedelta(seconds=limits().console.backup_age_s):
+        what = _("The last backup is of %(date)s.") % {"date": f"{made_at:%Y-%m-%d}"}
+        return Part(name, Sign.ATTENTION, what, _("Run muster backup, and see why nothing else does."), facts)
+    return Part(name, Sign.OK, _("The last backup is recent."), facts=facts)
 
 
 PARTS: tuple[Callable[[], Part], ...] = (

@@ -24,6 +24,10 @@ from wire.optoken.op_token import canonical_bytes
 Detail = Mapping[str, object]
 
 
+BACKUP_CREATED = "backup.create"
+"""The action of a backup that was written."""
+
+
 def record_event(*, actor: str, action: str, target: str, detail: Detail | None = None, op_id: str = "") -> AuditEvent:
     """Write one event in the transaction of the change that it describes, so neither exists without the other.
 
@@ -131,6 +135,11 @@ def read_hashes(lo: int, hi: int) -> Iterator[tuple[int, bytes]]:
 def find_last_event_at(*, action: str, target: str) -> datetime | None:
     """Return when something was last done to a target, None = never."""
     return AuditEvent.objects.filter(action=action, target=target).order_by("-id").values_list("at", flat=True).first()
+
+
+def find_last_action_at(action: str) -> datetime | None:
+    """Return when something was last done to any target, None = never."""
+    return AuditEvent.objects.filter(action=action).order_by("-id").values_list("at", flat=True).first()
 
 
 def find_last_event(*, action: str, target: str, detail: Mapping[str, object]) -> AuditEvent | None:

@@ -105,21 +105,22 @@ def find_head(node_id: uuid.UUID) -> tuple[Node, NodeHead] | None:
 
 def hint_at_runner(node: Node) -> str:
     """Return why the program of a node should be renewed; empty where it is as new as this server, or is not ours."""
-    if not _is_older(node.agent_version):
+    if compare_release(node.agent_version) >= 0:
         return ""
     return _("Runner %(theirs)s is older than this server (%(own)s).") % {"theirs": node.agent_version, "own": RELEASE}
 
 
-def count_runner_versions() -> list[tuple[str, int, bool]]:
-    """Return each version that nodes run with how many do, and whether it is older than this server; one query."""
+def count_runner_versions() -> list[tuple[str, int, int]]:
+    """Return each version that nodes run with how many do, and how it compares to this server (-1 = older); one query."""
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).values_list("agent_version")
     counted = rows.annotate(nodes=Count("pk")).order_by("-nodes", "agent_version")
-    return [(version, count, _is_older(version)) for version, count in counted]
+    return [(version, count, compare_release(version)) for version, count in counted]
 
 
-def _is_older(version: str) -> bool:
+def compare_release(version: str) -> int:
+    """Return -1 for a release before this server's, 1 for a later one; 0 for the same, and for what is no release."""
     own, theirs = _read_version(RELEASE), _read_version(version)
-    return own is not None and theirs is not None and theirs < own
+    return 0 if own is None or theirs is None else (theirs > own) - (theirs < own)
 
 
 def _read_version(text: str) -> tuple[int, ...] | None:

@@ -68,6 +68,12 @@ _PROGRAMS = {
     **{
         name: Program(text, usage, "server", "controlplane.operate", "docs/operate.md")
         for name, text, usage in (
+            ("status", "show what runs, how each part stands, nodes, and what needs attention", "[--json]"),
+            ("logs", "show the logs of the parts", "[-f] [-n N] [PART]"),
+            ("doctor", "look at everything that an installation stands on, and say what to do", "[--json]"),
+            ("chat", "talk to a model through the gateway", "[--url URL] [--key-file FILE] [MODEL]"),
+            ("version", "show the release of this program, and of what runs", ""),
+            ("upgrade", "say what an upgrade to this release would do", "--check"),
             ("backup", "write database, keys and settings into one file, while everything runs", "FILE [option ...]"),
             ("restore", "bring a backup back into an empty database", "FILE [option ...]"),
         )

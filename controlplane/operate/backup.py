@@ -27,7 +27,7 @@ from wire import COMMAND, RELEASE, clock
 from wire.limits import MIB
 
 Database = psycopg.Connection[tuple[Any, ...]]  # Any: columns of each query
-CREATED, RESTORED = "backup.create", "backup.restore"
+RESTORED = "backup.restore"
 _FILES = ("credentials.json", "node/identity.key")
 """Of a folder of ``up``, beside the secrets: what the first start made, and by what nodes know the local one."""
 _NOT_KEPT = {"MUSTER_ADMIN_PAGES", "MUSTER_RUN_ID", "MUSTER_LAUNCHER_BEGAN_AT"}
@@ -168,8 +168,10 @@ def _require_space(folder: Path, table_bytes: int) -> None:
 def _note_backup(path: Path, manifest: Manifest) -> None:
     from django.db import DatabaseError
 
+    from governance.audit import BACKUP_CREATED
+
     try:
-        _note(CREATED, path, manifest)
+        _note(BACKUP_CREATED, path, manifest)
     except DatabaseError as error:
         say(
             f"The database takes no note of this backup, so the page System does not know of it: {' '.join(str(error).split())}"

@@ -195,6 +195,13 @@ def read_history(*, before: datetime | None, limit: int) -> list[OperationSummar
     return summarise_all(_list_newest(rows, limit))
 
 
+def count_open() -> dict[str, int]:
+    """Return how many operations wait for approvals and how many runs are not over, by state; two queries."""
+    counted = {f"approval {ApprovalState.PENDING}": Operation.objects.filter(state=ApprovalState.PENDING.value).count()}
+    rows = OperationRun.objects.filter(state__in=OPEN_RUNS).values_list("state").annotate(runs=Count("pk"))
+    return counted | {f"run {state}": count for state, count in sorted(rows)}
+
+
 @dataclass(frozen=True, slots=True)
 class Underway:
     """An operation that waits, runs or has ended just now, for the page of what it is about. ``asked``: people who may still

@@ -70,7 +70,9 @@ NUMBERS: dict[str, str] = {
     "controlplane/gateway_server/ws_protocol.py": "_BINARY _SHORT_BYTES",
     "controlplane/launcher/postgres.py": "_READY_LINE",
     "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
-    "controlplane/operate/postgres_tools.py": "OLDEST_SERVER _HEAD_BYTES",
+    "controlplane/operate/status.py": "WELL ATTENTION NOT_RUNNING",
+    "controlplane/operate/upgrade.py": "_ROWS_PER_S",
+    "controlplane/operate/postgres_tools.py": "OLDEST_SERVER _HEAD_BYTES _SINCE",
     "controlplane/launcher/demo.py": (
         "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16 _LOOK_S"
     ),
@@ -122,6 +124,7 @@ PROCESS_EDGES: dict[str, str] = {
     "gateway/tokenizers.py::serve": "the process that asked is told; a library it does not know must not end the counting",
     "gateway/views/endpoints.py::make_endpoint.application": "the client gets a 500, the log a traceback; a server would cut",
     "gateway/views/endpoints.py::Inference.serve": "as above; a stream that had begun is reset instead",
+    "controlplane/operate/doctor.py::examine.make": "a check that fails is a finding; the others say what they see",
     "controlplane/launcher/processes.py::preload": "the children that are then executed say what is wrong",
     "controlplane/launcher/processes.py::_run_program": "as at the bottom of a program: the child logs it and ends",
     "core/outbox.py::_Rest.__await__": "throws it into the coroutine it stands for, which raises it again",

@@ -27,8 +27,9 @@ from wire.variables import HIDDEN, hide_secret
 
 pytestmark = pytest.mark.django_db
 
-MOST_QUERIES = 14
-"""Gateways, the database itself, the last look of the worker, the sums, versions, CAs, and three of the audit log; a clock."""
+MOST_QUERIES = 15
+"""Gateways, the database itself, the last look of the worker, the sums, versions, CAs, three of the audit log,
+the last backup; a clock."""
 
 
 def sign_in(name: str, *permissions: str, is_superuser: bool = False) -> Client:
@@ -51,7 +52,7 @@ def test_each_part_says_how_it_stands_in_words() -> None:
     make_node("new", agent_version=RELEASE)
     page = read(sign_in("ada", is_superuser=True), "system")
     for told in ("1 gateway is alive.", "The database answers.", "PostgreSQL 1", "Valkey answers.", "Tasks in the queue",
-                 "1 node is older than this server.", "There is no internal CA", "Muster does not see who backs"):  # fmt: skip
+                 "1 node is older than this server.", "There is no internal CA", "No backup was made by"):  # fmt: skip
         assert told in page, told
 
 

@@ -162,6 +162,8 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
         "The CA that gives nodes certificates expires on 2026-11-24.", Severity.IMPAIRED),
     "a CA that ended": (facts(slow=slow(authority_ends_at=NOW)),
         "The CA that gives nodes certificates expired on 2026-11-21.", Severity.DOWN),
+    "a backup that is old": (facts(slow=slow(backup_at=NOW - timedelta(days=8))),
+        "The last backup is of 2026-11-13.", Severity.IMPAIRED),
     "a webhook that takes nothing": (facts(slow=slow(webhooks=(FailingWebhook(1, "chat", 2, NOW, "answered with 404"), ))),
         "The webhook chat does not take 2 messages.", Severity.IMPAIRED),
     "a budget that is nearly used": (facts(slow=slow(budgets=(budget(80), ))),
