@@ -189,8 +189,7 @@ class GatewayRuntime:
         )
         self.pipeline.say_failover = self.tickets.say_failover_of_stream
         self._tasks: list[asyncio.Task[None]] = []
-        self._cut_short: set[Link] = set()
-        """Nodes on which something still ran when the gateway could wait no longer."""
+        self._cut_short: set[Link] = set()  # something still ran there when the gateway could wait no longer
         self._targets: dict[str, HttpTarget] = {}
         self._peers: dict[uuid.UUID, HttpTarget] = {}
         self._keys_mark: int | None = None
