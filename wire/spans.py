@@ -28,6 +28,7 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import Link, SpanKind, StatusCode, Tracer, TraceState, set_span_in_context
 from opentelemetry.trace import Span as SdkSpan
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.re import parse_env_headers
 from opentelemetry.util.types import Attributes, AttributeValue
 
 from wire import clock
@@ -189,8 +190,9 @@ def make_traces(sampler: str, ratio: float, named: Mapping[str, str], *processor
 _ALWAYS: Mapping[str, Sampler] = {"always_on": ALWAYS_ON, "always_off": ALWAYS_OFF}
 
 
-def export_traces(sampler: str, ratio: float, named: Mapping[str, str]) -> Traces:
-    """Return traces that the SDK's exporter sends to a collector, as its variables say."""
+def export_traces(sampler: str, ratio: float, named: Mapping[str, str], headers: str = "") -> Traces:
+    """Return traces that go to a collector as the variables of the SDK say. ``headers``: beside theirs, as one has them."""
     said = logging.getLogger("opentelemetry")
     said.propagate, said.handlers = False, [_Complaints()]
-    return make_traces(sampler, ratio, named, BatchSpanProcessor(OTLPSpanExporter()))
+    sent = parse_env_headers(headers, liberal=True) if headers else None
+    return make_traces(sampler, ratio, named, BatchSpanProcessor(OTLPSpanExporter(headers=sent)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wire import RELEASE
@@ -25,6 +26,8 @@ TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_HEADERS_FILE = "OTEL_EXPORTER_OTLP_HEADERS_FILE"
+"""The one that OpenTelemetry has not: a file with what ``OTEL_EXPORTER_OTLP_HEADERS`` would hold, which may be a secret."""
 _SAMPLERS = (
     "parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio", "always_on", "always_off", "traceidratio",
 )  # fmt: skip
@@ -94,6 +97,14 @@ def _check_way(environment: Mapping[str, str]) -> None:
             raise _Unusable(f"{name} must be a URL such as http://localhost:4318, not {url.rpartition('@')[2]!r}")
 
 
+def _read_headers(environment: Mapping[str, str]) -> str:
+    path = environment.get(_HEADERS_FILE, "").strip()
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise _Unusable(f"{_HEADERS_FILE}: cannot read {path}: {error}") from None
+
+
 def open_traces(environment: Mapping[str, str], *, service: str, instance: str) -> Traces | None:
     """Return the traces of this process; None: it makes none. ``environment`` is the process's own, which the SDK reads too.
 
@@ -105,6 +116,7 @@ def open_traces(environment: Mapping[str, str], *, service: str, instance: str) 
     try:
         _check_way(environment)
         sampler, ratio = _read_sampling(environment)
+        headers = _read_headers(environment)
         from wire.spans import export_traces
     except _Unusable as fault:
         logger.warning("traces.off reason=%s", fault)
@@ -115,4 +127,4 @@ def open_traces(environment: Mapping[str, str], *, service: str, instance: str) 
         return None
     named = {"service.name": service, "service.version": RELEASE, "service.instance.id": instance}
     logger.info("traces.on sampler=%s share=%g", sampler, ratio)
-    return export_traces(sampler, ratio, named)
+    return export_traces(sampler, ratio, named, headers)

@@ -31,6 +31,8 @@ class Received:
 class Collector:
     url: str = ""
     spans: list[Received] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    """The ``authorization`` of each batch."""
 
     def of_trace(self, trace_id: str) -> list[Received]:
         """Return the spans of a trace, the outer before the inner."""
@@ -75,6 +77,7 @@ def run_collector() -> Iterator[Collector]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the name that http.server calls
+            collector.tokens.append(self.headers.get("authorization", ""))
             collector.take(self.rfile.read(int(self.headers["content-length"])))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.fakes.collector import run_collector
 from tests.fakes.traces import Remembered
 from wire import spans
 from wire.ids import new_uuid7
@@ -104,6 +107,27 @@ def sdk_log() -> Iterator[logging.Logger]:
     before = log.propagate, log.handlers
     yield log
     log.propagate, log.handlers = before
+
+
+def test_a_file_may_hold_the_collectors_token(
+    sdk_log: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = tmp_path / "headers"
+    with run_collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS_FILE", str(token))
+        assert open_traces(os.environ, service="s", instance="i") is None
+        assert f"OTEL_EXPORTER_OTLP_HEADERS_FILE: cannot read {token}" in caplog.text
+        token.write_text("authorization=Bearer secret\n")
+        traces = open_traces(os.environ, service="s", instance="i")
+        assert traces is not None
+        span = traces.begin("r", {}, at=0.0)
+        assert span is not None
+        span.end(0.0, {})
+        traces.close()
+    assert collector.tokens == ["Bearer secret"]
+    assert [(each.service, each.name) for each in collector.spans] == [("s", "r")]
+    assert "Bearer" not in caplog.text
 
 
 def test_a_process_that_ends_sends_what_waits() -> None:
