@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from core.issuer import Issuer
 from core.limits import Limits
 from wire.limits import WIRE, list_bounds
-from wire.variables import Alias, Variable, describe_aliases, find_variable, print_problems, read_rust_log
+from wire.variables import Alias, Variable, describe_aliases, find_variable, print_problems, read_level, read_rust_log
 
 if TYPE_CHECKING:
     from core.valkey import ValkeyAddress
@@ -51,6 +52,12 @@ LOG_LEVELS = {
 }
 """Words for a log level, in any case, and what Python calls each. ``runner.config.options`` has the same for a node."""
 
+
+def _read_bound(text: str, *, without: str) -> str:
+    # There 0 is no bound; here nobody would wait.
+    return without if text == "0" else text
+
+
 ALIASES = (
     Alias("LISTEN_ADDR", "MUSTER_LISTEN", "--listen"),
     Alias("PROVIDER_NAME", "MUSTER_PROVIDER", "--provider"),
@@ -58,12 +65,11 @@ ALIASES = (
     Alias("MODELRELAY_ADMIN_TOKEN", "MUSTER_ADMIN_TOKEN", "--admin-token"),
     Alias("MODELRELAY_REQUIRE_API_KEYS", "MUSTER_REQUIRE_API_KEYS", "--require-api-keys"),
     Alias("MODELRELAY_REJECT_UNVERSIONED_WORKERS", "MUSTER_REJECT_UNVERSIONED_WORKERS"),
-    # There 0 is no bound; here it lets nobody wait.
-    Alias("MAX_QUEUE_LEN", "MUSTER_MAX_QUEUE_LEN", "--max-queue-len", lambda text: "1000000" if text == "0" else text),
-    Alias("QUEUE_TIMEOUT_SECS", "MUSTER_QUEUE_TIMEOUT_S", "--queue-timeout"),
-    Alias("REQUEST_TIMEOUT_SECS", "MUSTER_REQUEST_TIMEOUT_S", "--request-timeout"),
+    Alias("MAX_QUEUE_LEN", "MUSTER_MAX_QUEUE_LEN", "--max-queue-len", partial(_read_bound, without="1000000")),
+    Alias("QUEUE_TIMEOUT_SECS", "MUSTER_QUEUE_TIMEOUT_S", "--queue-timeout", partial(_read_bound, without="604800")),
+    Alias("REQUEST_TIMEOUT_SECS", "MUSTER_REQUEST_TIMEOUT_S", "--request-timeout", partial(_read_bound, without="604800")),
     Alias("RUST_LOG", "MUSTER_LOG_LEVEL", read=read_rust_log),
-    Alias("LOG_LEVEL", "MUSTER_LOG_LEVEL", "--log-level"),
+    Alias("LOG_LEVEL", "MUSTER_LOG_LEVEL", "--log-level", read_level),
 )
 """What servers read for users of ModelRelay where ours is not set; the first counts. ``runner.config`` has a node's."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import StrEnum
@@ -38,7 +38,7 @@ from nodes.pages import count_runner_versions
 from nodes.services.certificates import list_authorities
 from wire import COMMAND, RELEASE, clock
 from wire.limits import MIB, Bound, list_bounds
-from wire.variables import hide_secret
+from wire.variables import Variable, hide_secret
 
 _MARKUP = re.compile(r"\[([^\]]*)\]\([^)]*\)|`")
 """Links and code of the documentation, whose words these are too."""
@@ -78,12 +78,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A variable and what holds; ``origin`` and ``source`` as in ``wire.variables``. ``meaning``: what a limit is about."""
+    """A variable and what holds; ``origin`` as in ``wire.variables``. ``meaning``: what a limit is about."""
 
     name: str
     text: str
     origin: str
-    source: str = ""
     meaning: str = ""
 
 
@@ -107,10 +106,15 @@ def read_settings() -> list[Setting]:
     """Return every variable that this process read at its start, with secrets hidden."""
     meanings = {bound.setting: _MARKUP.sub(r"\1", bound.then) for bound in _list_bounds() if bound.setting}
     found = [
-        Setting(read.name, hide_secret(read.name, read.text), read.origin, read.source, meanings.get(read.name, ""))
+        Setting(read.name, hide_secret(read.name, read.text), read.origin, _explain(read, meanings))
         for read in list_variables()
     ]
     return sorted(found, key=lambda setting: setting.name)
+
+
+def _explain(read: Variable, meanings: Mapping[str, str]) -> str:
+    given = _("It was given as %(name)s.") % {"name": read.source} if read.origin == "alias" else ""
+    return " ".join(filter(None, (meanings.get(read.name, ""), given)))
 
 
 def _list_bounds() -> list[Bound]:
@@ -264,10 +268,12 @@ def look_at_keys() -> Part:
     name, url = _("Keys of clients"), reverse("admin:gateway_apikey_changelist")
     if settings.REQUIRE_API_KEYS:
         return Part(name, Sign.OK, _("Every request needs a key."), url=url)
-    what = _("Requests without a key are let in, as those of the tenant %(tenant)s.") % {"tenant": KEYLESS}
-    addresses = ", ".join(settings.KEYLESS_ADDRESSES) or _("this machine alone")
+    if not settings.KEYLESS_ADDRESSES:
+        what = _("Programs on this machine need no key: their requests are those of the tenant %(tenant)s.")
+        return Part(name, Sign.OK, what % {"tenant": KEYLESS}, url=url)
+    what = _("Nobody needs a key: requests without one are those of the tenant %(tenant)s.") % {"tenant": KEYLESS}
     advice = _("Set MUSTER_REQUIRE_API_KEYS=on unless that is meant.")
-    return Part(name, Sign.ATTENTION, what, advice, ((_("From"), addresses),), url)
+    return Part(name, Sign.ATTENTION, what, advice, ((_("Address"), ", ".join(settings.KEYLESS_ADDRESSES)),), url)
 
 
 def look_at_backups() -> Part:

@@ -22,7 +22,7 @@ from runner.limits import Limits, limits
 from wire import COMMAND
 from wire.limits import WIRE, Bound, list_bounds
 from wire.logs import FORMATS
-from wire.variables import Alias, Variable, find_variable, print_problems, read_rust_log
+from wire.variables import Alias, Variable, find_variable, print_problems, read_level, read_rust_log
 
 Value = TypeVar("Value")
 
@@ -245,7 +245,7 @@ ALIASES = (
     Alias("MODELS", "MUSTER_MODELS", "--models"),
     Alias("MAX_CONCURRENCY", "MUSTER_MAX_CONCURRENT", "--max-concurrency"),
     Alias("RUST_LOG", "MUSTER_LOG_LEVEL", read=read_rust_log),
-    Alias("LOG_LEVEL", "MUSTER_LOG_LEVEL", "--log-level"),
+    Alias("LOG_LEVEL", "MUSTER_LOG_LEVEL", "--log-level", read_level),
     Alias("LOG_FORMAT", "MUSTER_LOG_FORMAT", read=lambda text: "console" if text.lower() == "text" else text),
 )
 """What a node reads for users of ModelRelay's worker, and of the model-runner specification (``LOG_…``), where ours is not set.

@@ -141,3 +141,8 @@ RUST_LEVELS = frozenset({"trace", "debug", "info", "warn", "error"})
 def read_rust_log(text: str) -> str:
     """Return the level that ``RUST_LOG`` sets for everything (``info,hyper=warn``: info); empty when it names parts alone."""
     return next((word for part in text.split(",") if (word := part.strip().lower()) in RUST_LEVELS), "")
+
+
+def read_level(text: str) -> str:
+    """Return a ``LOG_LEVEL`` of ModelRelay's, which may be what ``RUST_LOG`` may be."""
+    return read_rust_log(text) if "=" in text or "," in text else text

@@ -375,6 +375,7 @@ class _Session:
             f"  Gateway        {gateways[0]}/v1",
             *(f"                 {url}/v1" for url in gateways[1:]),
             *([f"  Demo API key   {credentials.api_key}"] if is_first else []),
+            *_describe_keyless(self.options.host),
             f"  Credentials    {credentials_path(self.place.data)}, shown by: {describe_command(self.place.data)}",
             f"  Logs           {self.place.logs}",
             "",
@@ -420,6 +421,11 @@ class _Session:
         port = where.control_port
         tunnel = f"ssh -L {port}:localhost:{port} {socket.gethostname()}"
         return f"Passkeys need HTTPS or localhost: on another machine run `{tunnel}` and open the first address."
+
+
+def _describe_keyless(host: str) -> list[str]:
+    who = {"near": "programs on this machine need none", "admitted": "nobody needs one"}.get(read_keyless(host))
+    return [] if who is None else [f"  Keys           {who}: requests without a key are those of the tenant keyless"]
 
 
 def describe_installation(

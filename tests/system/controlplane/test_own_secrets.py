@@ -11,6 +11,7 @@ from pytest_django import Settings
 from rest_framework.test import APIClient
 
 from controlplane.serve_control import keep_own_secrets
+from controlplane.system import Sign, look_at_keys
 from gateway.models import ApiKey, Tenant
 from gateway.services.keys import revoke_api_key
 from governance.admin_tokens import revoke_admin_token, verify_admin_token
@@ -91,6 +92,24 @@ def test_each_secret_opens_its_own_door_alone_under_the_key_of_the_installation(
     assert find_credential(SECRET) is None, "a process without the variable does not take it"
     settings.OWN_WORKER_SECRET, settings.SECRET_KEY = SECRET, django_settings.SECRET_KEY + "x"
     assert find_credential(SECRET) is None
+
+
+@pytest.mark.parametrize(
+    ("requires", "addresses", "sign", "words"),
+    [
+        (True, [], Sign.OK, "Every request needs a key."),
+        (True, ["0.0.0.0"], Sign.OK, "Every request needs a key."),
+        (False, [], Sign.OK, "Programs on this machine need no key"),
+        (False, ["0.0.0.0"], Sign.ATTENTION, "Nobody needs a key"),
+    ],
+)
+def test_the_page_system_says_who_needs_no_key(
+    settings: Settings, addresses: list[str], sign: Sign, words: str, *, requires: bool
+) -> None:
+    settings.REQUIRE_API_KEYS, settings.KEYLESS_ADDRESSES = requires, addresses
+    part = look_at_keys()
+    assert part.sign is sign
+    assert part.what.startswith(words)
 
 
 def test_its_nodes_are_of_the_provider_that_is_named(settings: Settings) -> None:

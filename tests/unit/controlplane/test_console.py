@@ -462,8 +462,9 @@ def test_an_address_to_listen_on_may_be_of_either_kind_and_no_bound_of_a_queue_i
         assert read_address("MUSTER_LISTEN", "127.0.0.1:1") == address
     monkeypatch.setenv("MAX_QUEUE_LEN", "0")
     monkeypatch.setenv("QUEUE_TIMEOUT_SECS", "7")
+    monkeypatch.setenv("REQUEST_TIMEOUT_SECS", "0")
     bounds = read_limits().gateway
-    assert (bounds.max_queue, bounds.queue_s) == (1_000_000, 7.0)
+    assert (bounds.max_queue, bounds.queue_s, bounds.request_s) == (1_000_000, 7.0, 7 * 86_400.0)
 
 
 @pytest.mark.parametrize(

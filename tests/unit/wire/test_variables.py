@@ -13,6 +13,7 @@ from wire.variables import (
     describe_aliases,
     find_variable,
     print_problems,
+    read_level,
     read_rust_log,
     report_variables,
 )
@@ -51,6 +52,8 @@ def test_the_name_of_ours_wins_over_a_file_and_that_over_other_names_which_is_sa
 def test_only_the_level_for_everything_is_read_of_rust_log() -> None:
     texts = {"info": "info", "my_crate=debug, WARN": "warn", "my_crate=debug": "", "off": "", "": ""}
     assert {text: read_rust_log(text) for text in texts} == texts
+    levels = {"loud": "loud", "my_crate=debug,warn": "warn", "my_crate=debug": "", "DEBUG": "DEBUG"}
+    assert {text: read_level(text) for text in levels} == levels
 
 
 def test_an_error_names_what_was_given_and_what_it_is_here() -> None:
