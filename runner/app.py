@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Literal, assert_never
 
 import aiohttp
@@ -24,6 +24,7 @@ from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
 from runner.report import list_endpoints, list_facts, list_replicas, read_memory
 from runner.session import Instruction
+from runner.system import watch_signals
 from runner.telemetry import Telemetry as NodeTelemetry
 from runner.telemetry import open_telemetry
 from runner.telemetry.log import LogRing
@@ -522,9 +523,6 @@ async def run_runner(config: RunnerConfig) -> None:
             reloads.add(task := asyncio.create_task(runner.reload()))
             task.add_done_callback(reloads.discard)
 
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, stop)
-        loop.add_signal_handler(signal.SIGHUP, reload)
-        loop.add_signal_handler(signal.SIGUSR1, runner.set_mode, "spare_off")
-        loop.add_signal_handler(signal.SIGUSR2, runner.set_mode, "spare_on")
+        lend, take_back = partial(runner.set_mode, "spare_on"), partial(runner.set_mode, "spare_off")
+        watch_signals(loop, stop, {"SIGHUP": reload, "SIGUSR1": take_back, "SIGUSR2": lend})
         await runner.run(leave, hurry)

@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from runner.definitions.fields import SWITCHES, TRANSLATABLE
 from runner.errors import ConfigError
 from runner.limits import Limits, limits
+from runner.system import IS_WINDOWS
 from wire import COMMAND
 from wire.limits import WIRE, Bound, list_bounds
 from wire.logs import FORMATS
@@ -732,6 +733,8 @@ def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | Llama
     path_text = options.text("model_path")
     if not path_text and has_models:
         return None
+    if IS_WINDOWS:
+        raise ConfigError("the engines that a node starts need Linux or macOS: on Windows give --backend URL")
     if importlib.util.find_spec("xllamacpp") is None:
         raise ConfigError("the embedded engine is not installed: pip install 'muster[llamacpp]', or give --backend URL")
     path_, tiny = (Path(path_text).expanduser(), False) if path_text else (TINY_MODEL_PATH, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from runner.errors import RunnerError
 from runner.limits import limits
+from runner.system import lock_file, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def open_database(directory: Path, *, now: float) -> Database:
 def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
     except BlockingIOError:
         os.close(descriptor)
         raise LedgerError(
@@ -259,18 +259,11 @@ def _make_private(path: Path) -> None:
     # SQLite gives its companions the mode of the file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.fchmod(descriptor, 0o600)
+        if hasattr(os, "fchmod"):  # Windows has it from Python 3.13 on
+            os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
@@ -326,5 +319,5 @@ def _move_aside(path: Path, now: float) -> Path:
         companion = path.with_name(path.name + suffix)
         if companion.exists():
             companion.replace(kept.with_name(kept.name + suffix))
-    _sync_directory(path.parent)
+    sync_folder(path.parent)
     return kept

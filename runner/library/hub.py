@@ -7,7 +7,6 @@ what a broken download had, and does not check digests, see docs/adr/0007-depend
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import os
 import re
@@ -30,6 +29,7 @@ from runner.errors import DownloadFailed
 from runner.library.cache import RepoCache
 from runner.library.files import COMMIT, PICKLE_REASON, SEGMENT, first_part, gguf_groups, is_pickle
 from runner.limits import limits
+from runner.system import lock_file
 from wire import clock
 from wire.bridge import HubModel
 from wire.unreadable import UNREADABLE
@@ -448,7 +448,7 @@ class _Transfer:
         self._partial.parent.mkdir(parents=True, exist_ok=True)
         with self._partial.open("ab") as sink:
             try:
-                fcntl.flock(sink, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(sink.fileno())
             except BlockingIOError:
                 raise DownloadFailed(f"{self._file.name} is being fetched by another program on this machine.") from None
             await self._take_file(self._partial)

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runner.errors import ConfigError, OperationsDisabled
 from runner.limits import limits
+from runner.system import sync_folder
 from wire.limits import WIRE
 from wire.optoken.op_token import make_runner_id
 
@@ -67,15 +68,6 @@ def remove_private(path: Path) -> None:
     """Remove a file, if it is there, for good. Raises OSError."""
     path.unlink(missing_ok=True)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class UnusableKey(ValueError):
