@@ -9,7 +9,7 @@ from controlplane.launcher.environment import ROOT
 from tools.package import chart, installed, services, supply, wheel
 from tools.package.checks import run_checks
 
-CHECKS = (*wheel.CHECKS, *supply.CHECKS, *installed.CHECKS, *chart.CHECKS, *services.CHECKS)
+CHECKS = (*wheel.CHECKS, *installed.CHECKS, *supply.CHECKS, *chart.CHECKS, *services.CHECKS)
 """The table: a module of this folder a topic, each with its own rows, in the order in which they are run."""
 
 
