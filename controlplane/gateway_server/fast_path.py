@@ -405,8 +405,8 @@ class FastRequest(KnownCycle, Sink):
         self.bytes_out += len(last)
         record.status_code = self.status
         if self._trace is not None:
-            answer = last if self.ends is None else self.ends.recent
-            self._trace.end_served(self.status, usage, first_byte_at=self.first_byte_at, answer=answer)
+            first_byte_at, answer = (None, last) if self.ends is None else (self.first_byte_at, self.ends.recent)
+            self._trace.end_served(self.status, usage, first_byte_at=first_byte_at, answer=answer)
         count_tokens(record, self, usage, text_chars=text_chars)
         if self._is_durable:
             self._conclude()

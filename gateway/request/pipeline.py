@@ -693,7 +693,8 @@ class Pipeline:
         finally:
             self.dispatcher.end_trial(job, trial, outcome)
             if call.trace is not None:
-                call.trace.end_attempt(outcome, first_byte_at=exchange.first_byte_at, answer=exchange.recent)
+                first_byte_at = exchange.first_byte_at if job.request.is_streaming else None
+                call.trace.end_attempt(outcome, first_byte_at=first_byte_at, answer=exchange.recent)
 
     async def _keep(self, call: Call, job: Job, exchange: Exchange) -> None:
         storage, translator = call.storage, exchange.translator

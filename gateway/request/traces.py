@@ -60,7 +60,10 @@ class RequestTrace:
         return self.attempt.headers()
 
     def end_attempt(self, outcome: Outcome | None, *, first_byte_at: float | None, answer: bytes) -> None:
-        """End the attempt, where one was begun. ``outcome`` None: the client left. ``answer``: the end of it."""
+        """End the attempt, where one was begun. ``outcome`` None: the client left.
+
+        ``first_byte_at``: of a stream, in clock.monotonic() seconds; ``answer``: the end of it.
+        """
         usage, error, word = None, "", "left"
         match outcome:
             case Served():

@@ -328,8 +328,10 @@ def strip(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def tell(span: ReadableSpan) -> object:
     """Return what a span says, but for ids and times."""
-    own = {"muster.request.id", "gen_ai.response.time_to_first_chunk"}
-    said = {name: value for name, value in (span.attributes or {}).items() if name not in own}
+    first, said = "gen_ai.response.time_to_first_chunk", dict(span.attributes or {})
+    said.pop("muster.request.id", None)
+    if first in said:
+        said[first] = 0.0
     return span.name, span.kind, span.status.status_code, said, span.parent is not None
 
 
