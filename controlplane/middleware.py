@@ -25,7 +25,7 @@ OFFLINE_POLICY = "frame-ancestors 'none'"
 GOVERNED_PATHS = ("/admin/", "/approvals/")
 OPEN_PATHS = ("/admin/login/", "/admin/logout/", "/admin/checklist/hide/", "/admin/playground/code")
 """Posts that change nothing, or only the session or what the person is shown: the last writes programs."""
-PROGRAM_PATHS = ("/api/", "/healthz", "/nodes", "/requests")
+PROGRAM_PATHS = ("/api/", "/healthz", "/metrics", "/nodes", "/requests")
 """Addresses that programs ask: their texts are English, whatever language a client's library asks for."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 LOOKING_ONLY = gettext_lazy(

@@ -74,6 +74,7 @@ INSTALLED_APPS = [
 ]
 
 MIDDLEWARE = [
+    "controlplane.metrics.CountingMiddleware",
     "controlplane.middleware.ContentSecurityPolicyMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
@@ -339,6 +340,8 @@ PUBLIC_MODEL_LIST = read_bool("MUSTER_PUBLIC_MODEL_LIST", default=True)
 # Origins whose pages may call the API from a browser; "*" = all. Empty = none.
 CORS_ORIGINS = read_list("MUSTER_CORS_ORIGINS")
 METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
+# Whether series name tenants: whoever reads metrics then knows who asks how much.
+METRICS_TENANTS = read_bool("MUSTER_METRICS_TENANTS", default=False)
 # Folders with a model's tokenizer.json, to count tokens without asking a node. Empty = nodes are asked.
 TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
 

@@ -9,7 +9,6 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any, assert_never
 
-import redis
 from django.conf import settings
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
@@ -23,11 +22,11 @@ from django.utils.translation import ngettext
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
+import core.valkey
 from controlplane.env import list_variables
 from controlplane.navigation import SYSTEM
 from controlplane.templatetags.muster import print_duration
 from core.limits import Limits, limits
-from core.valkey import open_client
 from gateway.services.keys import KEYLESS
 from gateway.services.requests import read_gateways
 from gateway.services.rollups import read_counted_until
@@ -295,15 +294,9 @@ PARTS: tuple[Callable[[], Part], ...] = (
 
 
 def _ask_valkey() -> tuple[dict[str, Any], int] | None:  # Any: as redis-py has it
-    """Return what Valkey says of itself and how many tasks wait in the worker's queue; None when it does not answer."""
-    longest_s = limits().core.hint_read_s
-    try:
-        with open_client(settings.REDIS_URL, socket_timeout=longest_s, socket_connect_timeout=longest_s) as client:
-            info: Any = client.info()
-            queued: Any = client.llen(settings.CELERY_TASK_DEFAULT_QUEUE)
-    except redis.RedisError:
-        return None
-    return dict(info), int(queued)
+    return core.valkey.look_at_valkey(
+        settings.REDIS_URL, settings.CELERY_TASK_DEFAULT_QUEUE, longest_s=limits().core.hint_read_s
+    )
 
 
 def _print_ms(seconds: float) -> str:

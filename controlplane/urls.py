@@ -16,6 +16,7 @@ from django.views.generic import RedirectView
 from django.views.i18n import set_language
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
+from controlplane.metrics import show_metrics
 from controlplane.navigation import show_found
 from controlplane.system import show_system
 from core.db.base import WaitLimit, limit_waits
@@ -60,6 +61,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),
     path("language", set_language, name="set_language"),
     path("healthz", show_health, name="healthz"),
+    path("metrics", show_metrics, name="metrics"),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema"), name="docs"),
     path("", include("nodes.api")),

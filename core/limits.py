@@ -947,6 +947,7 @@ class GatewayLimits:
     # Longer than a month.
     budget_told_s: float = bound(32 * 86_400.0, "s", "What was told of a budget earlier says nothing of its day or month.")
     page_key_warning_s: float = bound(7 * 86_400.0, "s", "Overview names keys in use that end within it.")
+    metrics_names: int = bound(256, "names", "Further models, nodes or tenants share the series named `others`.")
     # The access log
     access_log_every: int = bound(
         1,

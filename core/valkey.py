@@ -61,6 +61,17 @@ class ValkeyAddress:
         return ";".join(f"sentinel://{login}{_write_host(host)}:{port}/{self.db}" for host, port in self.sentinels)
 
 
+def look_at_valkey(url: str, queue: str, *, longest_s: float) -> tuple[dict[str, Any], int] | None:  # Any: as redis-py has it
+    """Return what Valkey says of itself and how many tasks wait in a queue of Celery's; None when it does not answer."""
+    try:
+        with open_client(url, socket_timeout=longest_s, socket_connect_timeout=longest_s) as client:
+            info: Any = client.info()
+            queued: Any = client.llen(queue)
+    except redis.RedisError:
+        return None
+    return dict(info), int(queued)
+
+
 def read_address(url: str) -> ValkeyAddress:
     """Return what a URL names. Raises ValueError that says what would do."""
     parts = urlsplit(url)

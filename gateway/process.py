@@ -152,7 +152,6 @@ class GatewayRuntime:
             find_others=lambda: self.keeper.other_gateways,
             currency=settings.CURRENCY,
         )
-        self.access = open_access_log(AccessMode(settings.ACCESS_LOG), self.limits, is_json=settings.LOG_FORMAT == "json")
         self.pipeline = Pipeline(
             gateway_id=self.gateway_id,
             keys=self.keys,
@@ -164,7 +163,7 @@ class GatewayRuntime:
             limits=self.limits,
             budgets=self.budgets,
             traces=open_traces(os.environ, service="muster-gateway", instance=self.gateway_id.hex),
-            access=self.access,
+            access=open_access_log(AccessMode(settings.ACCESS_LOG), self.limits, is_json=settings.LOG_FORMAT == "json"),
         )
         self.canaries = Canaries(
             gateway_id=self.gateway_id,
@@ -208,6 +207,7 @@ class GatewayRuntime:
 
     async def start(self) -> None:
         """Load everything once, then keep it fresh. Raises DatabaseError when the database cannot be reached."""
+        metrics.COUNTERS.tells_tenants = settings.METRICS_TENANTS
         self.records.start()
         await run_upkeep(self._register_process)
         await self._sweep()
@@ -272,8 +272,8 @@ class GatewayRuntime:
         await self.records.stop()
         if self.pipeline.traces is not None:
             await asyncio.to_thread(self.pipeline.traces.close)
-        if self.access is not None:
-            self.access.stop()
+        if self.pipeline.access is not None:
+            self.pipeline.access.stop()
         try:
             await run_upkeep(self._unregister_process)
         except DatabaseError:

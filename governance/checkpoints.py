@@ -139,6 +139,11 @@ def consistency(old_size: int, new_size: int) -> list[bytes]:
     return auditlog.consistency_proof(old_size, new_size, _subtrees(_frontier_at(old_size)))
 
 
+def count_alarms() -> int:
+    """Return how many words of nodes disagree with the log."""
+    return WitnessStatement.objects.filter(alarm=True).count()
+
+
 def read_status() -> LogStatus:
     """Check the end of the log (``TAIL_ENTRIES``) and count its witnesses. Three queries, however long the log is."""
     told = WitnessStatement.objects.aggregate(

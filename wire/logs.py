@@ -96,12 +96,7 @@ def make_formatter(said: str, *, is_terminal: bool) -> Formatter:
 
 def render_time(unix_s: float) -> str:
     """Return a moment as lines say it: UTC with milliseconds (RFC 3339)."""
-    return render_moment(datetime.fromtimestamp(unix_s, UTC))
-
-
-def render_moment(moment: datetime) -> str:
-    """Return the same of a moment in UTC."""
-    return moment.isoformat(timespec="milliseconds")[:23] + "Z"
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")[:23] + "Z"
 
 
 def _encode(fields: Fields, **_options: object) -> str:

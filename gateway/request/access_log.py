@@ -26,7 +26,7 @@ from gateway.errors import GatewayError
 from gateway.metrics import ACCESS_LINES_DROPPED
 from gateway.values import Caller, InferenceRequest, Record, RequestOutcome
 from wire.ids import format_id
-from wire.logs import cut_secrets, render_moment
+from wire.logs import cut_secrets
 
 NAME = "muster.access"
 REQUEUED, ESTIMATED = "RQ", "TE"
@@ -45,12 +45,12 @@ class AccessMode(StrEnum):
 class AccessLine(msgspec.Struct, omit_defaults=True):
     """What is said of a request; what is not known, or nothing, is left out. Durations are in ms, from acceptance."""
 
-    time: str
+    time: datetime
     level: str
     logger: str
     event: str
     request: str
-    outcome: str
+    outcome: RequestOutcome
     status: int | None = None
     flags: str = ""
     code: str = ""
@@ -111,12 +111,12 @@ def make_line(record: Record, error: GatewayError | None, outcome: RequestOutcom
     if record.tokens_estimated:
         flags += f",{ESTIMATED}" if flags else ESTIMATED
     return AccessLine(
-        render_moment(record.finished_at or record.created_at),
+        record.finished_at or record.created_at,
         "info",
         NAME,
         "request",
         format_id("req", record.id),
-        outcome.value,
+        outcome,
         record.status_code,
         flags,
         record.error_code or "",
@@ -147,12 +147,12 @@ def make_refusal_line(at: datetime, error: GatewayError, outcome: RequestOutcome
     """Return the line of one that was not accepted."""
     caller, request = refused.caller, refused.request
     return AccessLine(
-        time=render_moment(at),
+        time=at,
         level="info",
         logger=NAME,
         event="request",
         request=format_id("req", refused.record_id),
-        outcome=outcome.value,
+        outcome=outcome,
         status=error.status,
         flags=error.flag,
         code=error.code,

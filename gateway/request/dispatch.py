@@ -252,6 +252,7 @@ class Dispatcher:
         """How the link was chosen that was found last; None where there was nothing to choose."""
         registry.subscribe(self._take_change)
         COUNTERS.count_waiting = self._queue.count_tiers
+        COUNTERS.count_queued = self.depths
         COUNTERS.read_reuse = lambda: (self._placement.placed, self._placement.reused)
 
     def new_job(

@@ -276,6 +276,11 @@ class Recorder:
             queue_ms=record.queue_ms,
             prompt_tokens=record.prompt_tokens,
             completion_tokens=record.completion_tokens,
+            cached_tokens=record.cached_tokens,
+            is_streaming=record.is_streaming,
+            node_id=record.node_id,
+            node=record.node_name,
+            tenant=record.tenant,
         )
         if self.access is not None and not self.access.skips(outcome):
             self.access.add(make_line, record, error, outcome, bytes_in, trace)

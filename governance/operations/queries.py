@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from django.db.models import Count, Exists, Max, OuterRef, Q, QuerySet
+from django.db.models import Count, Exists, Max, Min, OuterRef, Q, QuerySet
 from django.utils.translation import gettext as _
 
 from core.limits import limits
@@ -51,6 +51,31 @@ _RUN_ORDER = [
     RunState.UNKNOWN, RunState.EXECUTING, RunState.DISPATCHED, RunState.QUEUED, RunState.FAILED, RunState.RESOLVED,
     RunState.SKIPPED, RunState.SUCCEEDED,
 ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OperationFigures:
+    """Operations in numbers. ``waiting``: by the state of those whose approval is not final; ``runs``: of all ever, by state.
+
+    ``pending_since``, ``open_since``: since when the oldest one waits for approvals, and the oldest run has not ended.
+    """
+
+    waiting: Mapping[str, int]
+    runs: Mapping[str, int]
+    pending_since: datetime | None
+    open_since: datetime | None
+
+
+def read_figures() -> OperationFigures:
+    """Return operations in numbers, in four queries over indexed states."""
+    waiting = Operation.objects.filter(state__in=[ApprovalState.PENDING, ApprovalState.APPROVED], expires_at__gt=clock.now())
+    runs = OperationRun.objects.order_by()
+    return OperationFigures(
+        waiting=dict(waiting.order_by().values_list("state").annotate(Count("pk"))),
+        runs=dict(runs.values_list("state").annotate(Count("pk"))),
+        pending_since=waiting.filter(state=ApprovalState.PENDING).aggregate(Min("requested_at"))["requested_at__min"],
+        open_since=runs.filter(state__in=OPEN_RUNS).aggregate(Min("queued_at"))["queued_at__min"],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from nodes.states import (
     judge_availability,
 )
 from wire import bridge, clock
+from wire.bridge import GpuInfo
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import format_id
 
@@ -390,6 +391,23 @@ def _list_offer(row: NodeRow | None) -> tuple[object, ...]:
     return (row.model_names, row.provider_state, row.terms, row.allowed_by) if row is not None else ()
 
 
+_GPU_SERIES: tuple[tuple[str, str, Callable[[GpuInfo], float | None]], ...] = (
+    ("muster_gpu_memory_bytes", "Memory of a GPU", lambda gpu: _in_bytes(gpu.memory_total_mb)),
+    ("muster_gpu_memory_used_bytes", "Memory in use on a GPU", lambda gpu: _in_bytes(gpu.memory_used_mb)),
+    ("muster_gpu_utilization_ratio", "Share of time that a GPU computes, 0 to 1", lambda gpu: _share(gpu.utilization_percent)),
+    ("muster_gpu_temperature_celsius", "Temperature of a GPU", lambda gpu: gpu.temperature_c),
+    ("muster_gpu_power_watts", "Power that a GPU draws", lambda gpu: gpu.power_w),
+)
+
+
+def _in_bytes(mib: int | None) -> float | None:
+    return None if mib is None else mib * _MIB
+
+
+def _share(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100
+
+
 class FleetGauges(Collector):
     """Nodes by status, slots and GPUs, read from the links of the gateway at a scrape. Touched on the event loop alone."""
 
@@ -403,9 +421,7 @@ class FleetGauges(Collector):
         slots = GaugeMetricFamily("muster_node_slots", "Requests that a linked node takes at a time", labels=_NODE)
         used = GaugeMetricFamily("muster_node_slots_used", "Requests that run on a linked node", labels=_NODE)
         gpus = GaugeMetricFamily("muster_gpus", "GPUs of the nodes that are linked to this gateway")
-        total_bytes = GaugeMetricFamily("muster_gpu_memory_bytes", "Memory of a GPU", labels=_GPU)
-        used_bytes = GaugeMetricFamily("muster_gpu_memory_used_bytes", "Memory in use on a GPU", labels=_GPU)
-        busy = GaugeMetricFamily("muster_gpu_utilization_ratio", "Share of time that a GPU computes, 0 to 1", labels=_GPU)
+        cards = [GaugeMetricFamily(name, text, labels=_GPU) for name, text, _ in _GPU_SERIES]
         if self.keeper is not None:
             judged = self.keeper.judge_nodes()
             statuses = Counter(found.status for _, found in judged)
@@ -427,16 +443,13 @@ class FleetGauges(Collector):
                 used.add_metric(name, running)
                 for gpu in {gpu.index: gpu for gpu in link.gpus}.values():  # a node may say anything, an index twice
                     card = [*name, str(gpu.index)]
-                    if gpu.memory_total_mb is not None:
-                        total_bytes.add_metric(card, gpu.memory_total_mb * _MIB)
-                    if gpu.memory_used_mb is not None:
-                        used_bytes.add_metric(card, gpu.memory_used_mb * _MIB)
-                    if gpu.utilization_percent is not None:
-                        busy.add_metric(card, gpu.utilization_percent / 100)
+                    for family, (_, _, read) in zip(cards, _GPU_SERIES, strict=True):
+                        if (value := read(gpu)) is not None:
+                            family.add_metric(card, value)
             if rest[0]:
                 slots.add_metric(_OTHERS, rest[0])
                 used.add_metric(_OTHERS, rest[1])
-        yield from (nodes, sessions, slots, used, gpus, total_bytes, used_bytes, busy)
+        yield from (nodes, sessions, slots, used, gpus, *cards)
 
 
 FLEET = FleetGauges()

@@ -6,7 +6,7 @@ Label values are bounded: models are the owner's, tenants are counted by name up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import psutil
@@ -22,6 +22,7 @@ from runner.pool.models import Model, ModelState, sum_known
 from runner.serving.costs import MICROS, CostSummary
 from runner.serving.request import Counters, Histogram
 from runner.telemetry import Reading
+from wire.bridge import GpuInfo
 
 _PREFIX = "muster_runner"
 Rows = Iterable[tuple[Sequence[str], float]]
@@ -204,6 +205,7 @@ def _queues(models: list[Model], parts: Parts) -> Iterator[Metric]:
 def _memory(models: list[Model], reading: Reading) -> Iterator[Metric]:
     gpus = [((str(gpu.index),), gpu.memory_used_mb * MIB) for gpu in reading.gpus if gpu.memory_used_mb is not None]
     yield _gauge("vllm_gpu_memory_used", "GPU memory used in bytes", "gpu", gpus)
+    yield from _gpus(reading)
     kinds = (("total", reading.total_mb), ("used", reading.used_mb), ("free", reading.free_mb))
     shared = [((reading.kind, kind), size_mb * MIB) for kind, size_mb in kinds]
     yield _gauge(f"{_PREFIX}_memory_bytes", "Memory that models share", "device kind", shared)
@@ -220,6 +222,19 @@ def _memory(models: list[Model], reading: Reading) -> Iterator[Metric]:
     yield _gauge(f"{_PREFIX}_model_memory_bytes", text, "model kind", held)
     rss = psutil.Process().memory_info().rss
     yield _gauge(f"{_PREFIX}_process_memory_bytes", "Resident memory of the runner itself", "", [((), rss)])
+
+
+def _gpus(reading: Reading) -> Iterator[Metric]:
+    def rows(read: Callable[[GpuInfo], float | None]) -> Rows:
+        return [((str(gpu.index),), value) for gpu in reading.gpus if (value := read(gpu)) is not None]
+
+    busy = rows(lambda gpu: None if gpu.utilization_percent is None else gpu.utilization_percent / 100)
+    size = rows(lambda gpu: None if gpu.memory_total_mb is None else gpu.memory_total_mb * MIB)
+    yield _gauge(f"{_PREFIX}_gpu_memory_bytes", "Memory of a GPU", "gpu", size)
+    yield _gauge(f"{_PREFIX}_gpu_utilization_ratio", "Share of time that a GPU computes, 0 to 1", "gpu", busy)
+    heat, power = rows(lambda gpu: gpu.temperature_c), rows(lambda gpu: gpu.power_w)
+    yield _gauge(f"{_PREFIX}_gpu_temperature_celsius", "Temperature of a GPU", "gpu", heat)
+    yield _gauge(f"{_PREFIX}_gpu_power_watts", "Power that a GPU draws", "gpu", power)
 
 
 def _loads(models: list[Model]) -> Iterator[Metric]:

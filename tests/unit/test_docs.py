@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -197,26 +198,44 @@ def test_the_published_pattern_finds_every_kind_of_credential() -> None:
         assert re.search(CREDENTIAL_PATTERN, f"key={mint_credential(kind).text};")
 
 
-def test_the_documented_metrics_are_those_of_the_registry_with_their_labels() -> None:
-    from gateway import metrics as of_gateway
-    from nodes import agents, channel, consumers
-    from nodes.links import registry
-    from nodes.links.keeper import FLEET
-
-    held = [value for module in (of_gateway, agents, channel, consumers, registry) for value in vars(module).values()]
-    families: list[Any] = [value for value in held if isinstance(value, MetricWrapperBase)]
-    families += [family for own in (of_gateway.COUNTERS, FLEET) for family in own.collect()]
-    exported = set()
+def write_series(families: Iterable[Any]) -> list[str]:  # Any: of two kinds that have no base in common
+    """Return the names of families of ours with their labels, as the pages write them."""
+    written = set()
     for family in families:
         kind = getattr(family, "_type", "") or family.type
         name = getattr(family, "_name", "") or family.name
         labels = ",".join(family._labelnames)
         if name.startswith("muster_"):
-            exported.add(name + ("_total" if kind == "counter" else "") + (f"{{{labels}}}" if labels else ""))
-    section = read(DOCS / "api.md").split("\n## Metrics\n")[1].split("\n## ")[0]
-    documented = re.findall(r"`(muster_[^`]+)`", section)
+            written.add(name + ("_total" if kind == "counter" else "") + (f"{{{labels}}}" if labels else ""))
+    return sorted(written)
 
-    assert sorted(documented) == sorted(exported)
+
+def read_series(heading: str) -> list[str]:
+    section = read(DOCS / "observe.md").split(f"\n### {heading}\n")[1].split("\n#")[0]
+    return sorted(re.findall(r"`(muster_[^`]+)`", section.partition("\n\nEvery gateway")[0]))
+
+
+def test_the_documented_metrics_of_gateways_are_those_of_the_registry_with_their_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gateway import metrics as of_gateway
+    from nodes import agents, channel, consumers
+    from nodes.links import registry
+    from nodes.links.keeper import FLEET
+
+    monkeypatch.setattr(of_gateway.COUNTERS, "tells_tenants", True)
+    held = [value for module in (of_gateway, agents, channel, consumers, registry) for value in vars(module).values()]
+    families: list[Any] = [value for value in held if isinstance(value, MetricWrapperBase)]
+    families += [family for own in (of_gateway.COUNTERS, FLEET) for family in own.collect()]
+    assert read_series("Of a gateway") == write_series(families)
+
+
+@pytest.mark.django_db
+def test_the_documented_metrics_of_the_control_plane_are_those_of_its_registry() -> None:
+    from controlplane import metrics as of_control
+
+    families: list[Any] = [of_control.REQUESTS, of_control.SECONDS, *of_control.ControlFigures().collect()]
+    assert read_series("Of the control plane") == write_series(families)
 
 
 def test_every_dependency_has_its_line() -> None:

@@ -119,6 +119,7 @@ MUSTER_ADMIN_TOKEN | empty | An admin token of [your own](from-modelrelay.md#you
 MUSTER_PUBLIC_MODEL_LIST | on | `GET /v1/models` without a key
 MUSTER_CORS_ORIGINS | empty | Origins whose pages may call `/v1/…`, separated by commas, or `*`
 MUSTER_METRICS_REQUIRE_TOKEN | off | `GET /metrics` asks everybody for an admin token
+MUSTER_METRICS_TENANTS | off | [Series](observe.md#metrics) of gateways name tenants
 MUSTER_REQUEST_RETENTION_DAYS
 MUSTER_CHART_RETENTION_DAYS
 MUSTER_KEEP_ENGINE_ERRORS | on | Records and logs keep what an engine said when it failed or refused, without what it \

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.fakes.limits import set_limits
 from wire import clock
 from wire.ids import new_uuid7
 
+MOMENT = datetime(2026, 11, 29, 0, 10, 2, tzinfo=UTC)
 DOCS = Path(__file__).parents[3] / "docs"
 
 
@@ -29,8 +31,8 @@ def make_log(mode: AccessMode = AccessMode.ON, stream: io.RawIOBase | io.BytesIO
 
 
 def make_line(**said: object) -> AccessLine:
-    return AccessLine(**{"time": "T", "level": "info", "logger": "muster.access", "event": "request", "request": "req_1",
-                         "outcome": "served", **said})  # type: ignore[arg-type]  # fmt: skip
+    return AccessLine(**{"time": MOMENT, "level": "info", "logger": "muster.access", "event": "request", "request": "req_1",
+                         "outcome": RequestOutcome.SERVED, **said})  # type: ignore[arg-type]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "every", "served"), [(AccessMode.ON, 1, 6), (AccessMode.ON, 3, 2), (AccessMode.ERRORS, 1, 0)])
@@ -90,11 +92,11 @@ async def test_a_line_that_cannot_be_written_is_counted_and_the_next_one_is_writ
 def test_both_forms_say_the_same_and_neither_lets_a_name_begin_a_line_or_a_field() -> None:
     line = make_line(status=200, model="m", key='a "b"\n{"forged": 1} tenant=x')
     assert json.loads(write_json(line)) == {
-        "time": "T", "level": "info", "logger": "muster.access", "event": "request", "request": "req_1", "outcome": "served",
-        "status": 200, "model": "m", "key": 'a "b"\n{"forged": 1} tenant=x',
+        "time": "2026-11-29T00:10:02Z", "level": "info", "logger": "muster.access", "event": "request", "request": "req_1",
+        "outcome": "served", "status": 200, "model": "m", "key": 'a "b"\n{"forged": 1} tenant=x',
     }  # fmt: skip
     assert write_text(line).decode() == (
-        "T [info] request [muster.access] request=req_1 outcome=served status=200 model=m"
+        "2026-11-29T00:10:02Z [info] request [muster.access] request=req_1 outcome=served status=200 model=m"
         ' key=\'a "b"\\n{"forged": 1} tenant=x\'\n'
     )
 
