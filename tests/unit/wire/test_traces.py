@@ -64,6 +64,15 @@ def test_a_variable_that_cannot_be_used_is_named_in_one_line_and_the_process_goe
     assert "pass" not in line
 
 
+def test_a_process_whose_sdk_is_not_installed_says_how_and_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wire.spans", None)
+    assert open_traces(ENDPOINT, service="s", instance="i") is None
+    (line,) = caplog.messages
+    assert line.endswith("the SDK is not installed: pip install 'muster[otel]'")
+
+
 def test_a_process_without_traces_imports_nothing_of_the_sdk() -> None:
     program = (
         "import sys, django; django.setup(); import runner.parts, gateway.process, wire.traces\n"
