@@ -56,8 +56,6 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("admin/playground/", include("controlplane.playground.views")),
     path("admin/usage/", include("gateway.admin.usage")),
     path("admin/", admin.site.urls),
-    path("dashboard", RedirectView.as_view(pattern_name="admin:index")),  # bookmarks of ModelRelay
-    path("setup", RedirectView.as_view(pattern_name="admin:nodes_node_setup")),
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),
     path("language", set_language, name="set_language"),
     path("healthz", show_health, name="healthz"),

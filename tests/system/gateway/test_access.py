@@ -38,8 +38,10 @@ REFUSED = {401, 403}
 NOT_SERVED = {404, 405}
 PUBLIC = {"/", "/health", "/openapi.json", "/favicon.ico", "/v1/ca"}
 """Routes that answer whoever asks: what this is, whether it lives, the API's description, an icon, and whom to trust."""
-CODED = {"/setup": {200, 400}, "/v1/worker/connect": {426}}
-"""A page for whoever has a code: it asks for one, and refuses one that is wrong. And the path of the nodes' sockets."""
+CODED = {"/setup": {200, 400}, "/v1/worker/connect": {426}, "/dashboard": {302}}
+"""A page for whoever has a code: it asks for one, and refuses one that is wrong. The path of the nodes' sockets, and a bookmark
+that leads to the console.
+"""
 HIDDEN = "/internal/"
 """Routes of other gateways: to everybody else there is nothing."""
 IDS = {
