@@ -70,7 +70,8 @@ class RowChange:
     ``is_offered`` hides a change that makes no sense in the row's state. ``form`` asks for more; its cleaned data become
     ``values``, and ``read_initial`` says what it holds at first. ``find_offer`` says what may be proposed when the service
     asks for approval.
-    ``removes_row``: it is gone afterwards, so the list follows instead of its page.
+    ``removes_row``: it is gone afterwards, so the list follows instead of its page. ``permission``: what it takes beside the
+    one to change the row; the list, which asks nobody who they are, does not offer it.
     """
 
     name: str
@@ -81,6 +82,7 @@ class RowChange:
     form: type[forms.Form] | None = None
     is_danger: bool = False
     removes_row: bool = False
+    permission: str = ""
     read_initial: Callable[[Row], Values] = lambda row: {}
     find_offer: Callable[[Row, Values], Offer | None] = lambda row, values: None
 
@@ -264,13 +266,14 @@ class ShowingAdmin(FindingAdmin):
         return [
             ChangeLink(change.label, self._confirm_url(row, change), change.is_danger)
             for change in self.row_changes
-            if change.is_offered(row)
+            if change.is_offered(row) and _may_make(request, change)
         ]
 
     @column(gettext_lazy("Actions"))
     def show_changes(self, row: Row) -> SafeString:
         """Return two of the row's changes as small links, the second of more leads to its page. Opening one shows a page."""
-        pairs = [(self._confirm_url(row, c), c.label) for c in self.row_changes if c.is_offered(row)]
+        offered = [c for c in self.row_changes if c.is_offered(row) and not c.permission]
+        pairs = [(self._confirm_url(row, c), c.label) for c in offered]
         if len(pairs) > 2:
             pairs = [pairs[0], (reverse(f"admin:{self._url_name('change')}", args=[row.pk]), _("More"))]
         links = format_html_join(" · ", '<a class="text-primary-600 dark:text-primary-500" href="{}">{}</a>', pairs)
@@ -284,6 +287,8 @@ class ShowingAdmin(FindingAdmin):
         change = next((c for c in self.row_changes if c.name == change_name), None)
         if row is None or change is None:
             raise Http404
+        if not _may_make(request, change):
+            raise PermissionDenied
         back_url = reverse(f"admin:{self._url_name('change')}", args=[row.pk])
         if not change.is_offered(row):
             messages.warning(
@@ -393,6 +398,10 @@ class CreatingAdmin(ShowingAdmin):
             is_on_field = refusal.param in form.fields and refusal.code is not ErrorCode.APPROVAL_REFUSED
             form.add_error(refusal.param if is_on_field else None, ValidationError(str(refusal), code=refusal.code.value))
             return None
+
+
+def _may_make(request: HttpRequest, change: RowChange) -> bool:
+    return not change.permission or request.user.has_perm(change.permission)
 
 
 def needs_approval(form: forms.Form) -> bool:

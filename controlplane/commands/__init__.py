@@ -23,7 +23,7 @@ MODULES = {
     "demo": ("demo_fleet",),
     "fleet": (
         *("allow_model", "create_key", "create_worker_credential", "disallow_model", "explain", "node_action"),
-        *("replay_routing", "set_provider_state", "ticket_key", "webhook"),
+        *("replay_routing", "set_provider_state", "set_provider_terms", "ticket_key", "webhook"),
     ),
     "people": ("approver_keys", "create_admin_token", "demo_governance", "invite"),
 }

@@ -17,7 +17,14 @@ from governance.notices import Wishes, add_webhook, list_webhooks, remove_webhoo
 from governance.states import Severity
 from nodes.errors import Conflict
 from nodes.services.availability import find_node_id
-from nodes.services.credentials import create_credential, create_provider, delete_provider, disable_provider, enable_provider
+from nodes.services.credentials import (
+    change_provider_terms,
+    create_credential,
+    create_provider,
+    delete_provider,
+    disable_provider,
+    enable_provider,
+)
 from nodes.services.drains import cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
 from nodes.services.tickets import describe_ticket_keys, rotate_ticket_key
 
@@ -116,6 +123,22 @@ def node_action(options: Options) -> str:
 def set_provider_state(options: Options) -> str:
     PROVIDER_STATES[options["state"]](name=options["name"], actor=ACTOR)
     return f"{options['name']} is {options['state']}"
+
+
+@command(
+    "set_provider_terms",
+    "Set how requests wait for the models of a provider. What is left out is as everywhere.",
+    argument("name"),
+    argument("--max-queue", type=int, metavar="N", help="how many may wait for all its models together"),
+    argument("--queue-s", type=int, metavar="S", help="longest wait for a slot"),
+    argument("--no-node-s", type=int, metavar="S", help="longest wait while none of its nodes is there"),
+    argument("--max-models", type=int, metavar="N", help="how many models one of its nodes may declare"),
+)
+def set_provider_terms(options: Options) -> str:
+    terms = {name: options[name] for name in ("max_queue", "queue_s", "no_node_s", "max_models")}
+    change_provider_terms(name=options["name"], **terms, actor=ACTOR)
+    said = ", ".join(f"{name} {value}" for name, value in terms.items() if value is not None)
+    return f"{options['name']} has {said or 'no terms of its own'}"
 
 
 def _add_webhook_actions(parser: ArgumentParser) -> None:

@@ -65,6 +65,8 @@ class CredentialForm(forms.Form):
     )
 
 
+ALLOW_MODELS = "gateway.change_model"
+"""The permission that it takes to have models allowed."""
 _ALLOW_MODELS = gettext_lazy("Allow its models: clients may use only those that are allowed")
 
 
@@ -132,6 +134,7 @@ class NodeCredentialAdmin(CreatingAdmin):
                 "Clients may use what its nodes declare, now and later, but for models that an operator refused."
             ),
             run=_trust,
+            permission=ALLOW_MODELS,
             is_offered=lambda credential: credential.revoked_at is None and not credential.allows_models,
         ),
         RowChange(
@@ -139,6 +142,7 @@ class NodeCredentialAdmin(CreatingAdmin):
             label=gettext_lazy("Stop allowing its models"),
             explanation=gettext_lazy("What is allowed stays allowed. Each further model waits for an operator."),
             run=_distrust,
+            permission=ALLOW_MODELS,
             is_offered=lambda credential: credential.revoked_at is None and credential.allows_models,
         ),
         RowChange(
@@ -150,6 +154,12 @@ class NodeCredentialAdmin(CreatingAdmin):
             is_danger=True,
         ),
     )
+
+    def _try_create(self, request: HttpRequest, form: forms.Form) -> Created | None:
+        if form.cleaned_data["allows_models"] and not request.user.has_perm(ALLOW_MODELS):
+            form.add_error("allows_models", _("You may not decide which models clients may use. Leave it off."))
+            return None
+        return super()._try_create(request, form)
 
     def create(self, actor: str, values: Values) -> Created:
         credential, text = create_credential(

@@ -34,7 +34,7 @@ from gateway.services.models import disallow_model, is_model_allowed
 from governance.admin_tokens import create_admin_token, revoke_admin_token, verify_admin_token
 from governance.keys import add_key_file
 from governance.models import Decision
-from nodes.models import Node, Provider
+from nodes.models import Node, NodeCredential, Provider
 from nodes.services.credentials import find_credential, revoke_credential
 from tests.fakes.control_process import serve_control
 from tests.fakes.governed_team import make_governed, make_key, make_team, propose_token
@@ -71,6 +71,11 @@ def test_models_keys_credentials_tokens_and_providers_are_managed() -> None:
     for state in ("disabled", "enabled"):
         run("set_provider_state", "lab", state)
         assert Provider.objects.get(name="lab").state == state
+    assert run("set_provider_terms", "lab", "--max-queue", "7") == "lab has max_queue 7"
+    assert Provider.objects.get(name="lab").max_queue == 7
+    assert run("set_provider_terms", "lab") == "lab has no terms of its own"
+    assert run("create_worker_credential", "--name", "own", "--provider", "lab", "--allow-models")
+    assert NodeCredential.objects.get(name="own").allows_models
     ben = User.objects.create_user("ben")
     for words, owner in (((), None), (("--owner", "ben"), ben)):
         token = verify_admin_token(run("create_admin_token", "--name", "ci", *words))

@@ -320,6 +320,26 @@ def shown(node: Node) -> list[str]:
     return [one.text for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=timezone.now())]
 
 
+def test_who_may_not_allow_models_has_no_credential_allow_them(boss: Client) -> None:
+    credential, _ = make_credential()
+    ada = sign_in("ada-too", "view_nodecredential", "add_nodecredential", "change_nodecredential", "view_provider")
+    add = reverse("admin:nodes_nodecredential_add")
+    fields = {"name": "rigs", "provider": str(credential.provider.pk), "max_nodes": "1", "node": ""}
+    assert "may not decide which models" in submit(ada, add, **fields, allows_models="on")
+    assert not NodeCredential.objects.filter(name="rigs").exists()
+    trust = confirm_url("nodecredential", credential, "trust")
+    assert ada.get(trust).status_code == 403
+    assert "/change/trust/" not in page(ada, "nodes_nodecredential_change", credential.pk)
+    assert "Clients may use what the nodes of box declare" in submit(boss, trust)
+    credential.refresh_from_db()
+    assert credential.allows_models
+    submit(boss, add, **fields, allows_models="on")
+    assert NodeCredential.objects.get(name="rigs").allows_models
+    submit(boss, confirm_url("nodecredential", credential, "distrust"))
+    credential.refresh_from_db()
+    assert not credential.allows_models
+
+
 def test_a_provider_is_made_switched_off_on_and_deleted(boss: Client) -> None:
     assert "Created berlin" in submit(boss, reverse("admin:nodes_provider_add"), name="berlin")
     assert "exists already" in submit(boss, reverse("admin:nodes_provider_add"), name="berlin")
