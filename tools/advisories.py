@@ -13,7 +13,7 @@ import re
 import tomllib
 import urllib.request
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -50,17 +50,18 @@ class Accepted:
     until: date
 
 
-def list_pins(root: Path, locks: Iterable[str]) -> list[Pin]:
+def list_pins(root: Path) -> list[Pin]:
+    """Return what every lock file pins, those of engines with environments of their own included."""
     return [
-        Pin(_normalise(name), version, lock)
-        for lock in locks
-        for name, version in _PIN.findall((root / "requirements" / f"{lock}.txt").read_text(encoding="utf-8"))
+        Pin(_normalise(name), version, path.stem)
+        for path in sorted((root / "requirements").glob("*.txt"))
+        for name, version in _PIN.findall(path.read_text(encoding="utf-8"))
     ]
 
 
-def renew(root: Path, source: str, names: Iterable[str]) -> str:
+def renew(root: Path, source: str) -> str:
     """Write the snapshot anew from an archive at a URL or path. Returns what to tell. Raises LauncherError."""
-    wanted = {_normalise(name) for name in names}
+    wanted = {pin.name for pin in list_pins(root)}
     kept, newest, count = [], "", 0
     try:
         with zipfile.ZipFile(_open(source)) as archive:

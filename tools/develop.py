@@ -114,7 +114,7 @@ def run_lock(*, advisories: str | None, is_licences: bool) -> int:
     ``advisories``: where the snapshot is taken from, empty = OSV. Raises LauncherError.
     """
     if advisories is not None:
-        say(renew(ROOT, advisories or SOURCE, list_locked(ROOT)))
+        say(renew(ROOT, advisories or SOURCE))
     if is_licences:
         (ROOT / FILE).write_text(print_table(ROOT), encoding="utf-8")
         say(f"{FILE}: {len(list_locked(ROOT))} packages")

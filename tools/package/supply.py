@@ -16,14 +16,13 @@ from tools.package.checks import Check, CheckFailed, Failed, NotHere, Outcome, P
 from tools.package.installed import make_node, make_server
 from wire import RELEASE, clock
 
-_LOCKS = ("dev", "engines", "installer", "runner", "server")
 _SHIPPED = {"server": make_server, "runner": make_node}
 
 
 def _check_advisories(place: Workplace) -> Outcome:
     told = advisories.read_snapshot(place.root)
     today = clock.now().date()
-    pins = advisories.list_pins(place.root, _LOCKS)
+    pins = advisories.list_pins(place.root)
     found = advisories.find_open(pins, told["advisories"], advisories.read_accepted(place.root), today)
     if found:
         return Failed("\n".join(found))
