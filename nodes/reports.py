@@ -26,6 +26,8 @@ _LEVELS = frozenset({"L0", "L1", "L2"})
 _LOG_LEVELS = frozenset({"info", "warning", "error", "critical"})
 
 _HEALTHY = "healthy"
+ANY_MODEL = "*"
+"""What a bridge v1 worker declares that is to ask its backend for models, while that does not answer."""
 NO_MODELS = "no models accepted: this node gets no requests until it declares a model"
 
 T = TypeVar("T")
@@ -232,7 +234,9 @@ def clean_models(names: Iterable[str], policy: NodeLimits) -> tuple[tuple[str, .
     accepted: dict[str, None] = {}
     for raw in names:
         name = raw.strip()
-        if name and len(name) <= policy.max_model_name_chars and name.isprintable():
+        if name == ANY_MODEL:
+            warnings.append(f"{ANY_MODEL} is no model: the worker's backend did not say what it serves; it is asked again")
+        elif name and len(name) <= policy.max_model_name_chars and name.isprintable():
             accepted.setdefault(name)
     models = tuple(accepted)
     if len(models) > policy.max_models:

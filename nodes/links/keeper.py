@@ -382,7 +382,7 @@ class LinkKeeper:
         if now >= link.ping_at:
             link.ping_at = now + link.ping_interval_s
             link.send_message(bridge.Ping(timestamp_unix_ms=clock.unix_ms()))
-            if now >= link.refresh_at and not link.session.speaks_muster:
+            if (now >= link.refresh_at or not link.models) and not link.session.speaks_muster:
                 link.refresh_at = now + self._limits.bridge_refresh_s
                 link.send_message(bridge.ModelsRefresh(reason="periodic"))
 

@@ -162,6 +162,21 @@ async def test_a_worker_is_asked_for_its_models_and_what_it_says_is_served(fleet
     assert answer.status == 200
 
 
+async def test_a_worker_whose_backend_was_away_serves_once_that_says_its_models(fleet: Fleet, dial: Dial) -> None:
+    worker = await dial(name="early", models=["*"])
+    (ack,) = worker.frames
+    assert (ack["models"], "it is asked again" in ack["warnings"][0]) == ([], True)
+    began = fleet.loop.time()
+    await fleet.until(lambda: worker.of_kind("models_refresh"))
+    assert fleet.loop.time() - began <= limits().nodes.bridge_ping_interval_s + limits().gateway.tick_s
+    worker.say({"type": "models_update", "models": ["m"], "current_load": 0})
+    await fleet.settle()
+    answer = fleet.ask()
+    worker.complete(await worker.next_request(), WHOLE)
+    await answer.done()
+    assert (answer.status, "*" in fleet.runtime.catalogue.models) == (200, False)
+
+
 async def test_what_a_trusted_worker_brings_is_served_without_a_click_and_what_was_taken_back_is_not(
     fleet: Fleet, dial: Dial
 ) -> None:
