@@ -28,7 +28,7 @@ from core.limits import limits
 from core.models import User
 from governance.alerts import count_open_problems
 from governance.operations.queries import count_waiting_for
-from governance.people import may_see_operations
+from governance.people import may_propose, may_see_operations
 
 Words = str | Promise
 Listing = Any
@@ -162,7 +162,7 @@ ACTIONS = (
     Tab(gettext_lazy("Allow a model"), "deployed_code", "admin:gateway_model_add", ("gateway.add_model",)),
     Tab(gettext_lazy("Invite a person"), "person_add", "admin:controlplane_user_add", ("controlplane.add_user",)),
     Tab(gettext_lazy("New webhook"), "webhook", "admin:governance_webhookendpoint_add", ("governance.add_webhookendpoint",)),
-    Tab(gettext_lazy("Propose an operation"), "approval", "approvals:propose", is_for_all=True, allows=may_see_operations),
+    Tab(gettext_lazy("Propose an operation"), "approval", "approvals:propose", is_for_all=True, allows=may_propose),
     Tab(gettext_lazy("Freeze all operations"), "ac_unit", "approvals:freeze", is_for_all=True, allows=may_see_operations),
     Tab(gettext_lazy("My keys"), "passkey", "signin:keys", is_for_all=True),
 )

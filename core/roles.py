@@ -60,6 +60,8 @@ MEANINGS: Mapping[Role, tuple[str | Promise, str | Promise]] = {
 
 SEE_OPERATIONS = "governance.view_operation"
 PROPOSE = "governance.add_operation"
+DECIDE = "governance.change_operation"
+"""Of tokens: a person decides about what the policy lets them, by their own key."""
 SEE_NODES, SEE_GATEWAYS = "nodes.view_node", "gateway.view_gatewayprocess"
 SEE_TENANT, SEE_KEYS, SEE_REQUESTS = "gateway.view_tenant", "gateway.view_apikey", "gateway.view_requestrecord"
 ADD_KEY, CHANGE_KEY = "gateway.add_apikey", "gateway.change_apikey"
@@ -84,7 +86,7 @@ _DEFAULTS: Mapping[Role, tuple[str, ...]] = {
         *_VIEWER, "nodes.add_*", "nodes.change_*", "gateway.*_model", "gateway.*_modelalias", PROPOSE,
         "governance.change_alert", "governance.change_alertsilence",
     ),
-    Role.APPROVER: (SEE_OPERATIONS,),
+    Role.APPROVER: (SEE_OPERATIONS, DECIDE),
     Role.VIEWER: _VIEWER,
     **_TENANT_DEFAULTS,
 }  # fmt: skip

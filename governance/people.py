@@ -20,7 +20,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext as _
 
 from core.limits import limits
-from core.roles import SEE_OPERATIONS, may
+from core.roles import PROPOSE, SEE_OPERATIONS, may
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
 from governance.keys import enrol_passkey, find_passkey, note_use
@@ -143,8 +143,15 @@ def sign_in_by_passkey(answer: Mapping[str, Any], *, challenge: bytes) -> User:
 
 def may_see_operations(person: User | AnonymousUser) -> bool:
     """Return whether somebody may read operations and the policy: by a role, or because the policy names them."""
-    if getattr(person, "is_staff", False) or may(person, SEE_OPERATIONS):
-        return True
+    return getattr(person, "is_staff", False) or may(person, SEE_OPERATIONS) or _is_in_policy(person)
+
+
+def may_propose(person: User | AnonymousUser) -> bool:
+    """Return whether somebody may ask for operations, as ``require_proposer`` has it; a class of the policy may let fewer."""
+    return may(person, PROPOSE) or _is_in_policy(person)
+
+
+def _is_in_policy(person: User | AnonymousUser) -> bool:
     found = active_policy() if person.is_authenticated else None
     return found is not None and person.get_username() in found[1].groups
 

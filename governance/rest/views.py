@@ -16,7 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from core.limits import limits
-from core.roles import PROPOSE, SEE_OPERATIONS
+from core.roles import DECIDE, PROPOSE, SEE_OPERATIONS
 from governance.admin_tokens import claim_admin_token
 from governance.alerts import lift_silence, list_alerts, read_alert, read_last_look, silence_alert
 from governance.checkpoints import consistency, latest_checkpoint
@@ -239,7 +239,7 @@ _CHANGED = {200: OperationSerializer, **describe_refusals(400, 403, 404, 409, 41
 
 
 class ApprovalView(GovernanceView):
-    needs = {"POST": SEE_OPERATIONS, "DELETE": SEE_OPERATIONS}
+    needs = {"POST": DECIDE, "DELETE": DECIDE}
 
     @extend_schema(
         operation_id="approve_operation", parameters=[OP_ID], request=ApprovalForm, examples=[APPROVAL], responses=_CHANGED
@@ -265,7 +265,7 @@ class ApprovalView(GovernanceView):
 
 
 class RejectionView(GovernanceView):
-    needs = {"POST": SEE_OPERATIONS}
+    needs = {"POST": DECIDE}
 
     @extend_schema(
         operation_id="reject_operation", parameters=[OP_ID], request=RejectionForm, examples=[REJECTION], responses=_CHANGED
@@ -376,7 +376,7 @@ class PolicyDraftView(GovernanceView):
 
 
 class FreezeView(GovernanceView):
-    needs = {"GET": SEE_OPERATIONS, "POST": SEE_OPERATIONS}
+    needs = {"GET": SEE_OPERATIONS, "POST": DECIDE}
 
     @extend_schema(operation_id="read_freeze", responses={200: FreezeSerializer, **describe_refusals()})
     def get(self, request: Request) -> Response:

@@ -36,6 +36,7 @@ from governance.operations.queries import (
     read_operation,
 )
 from governance.operations.visits import mark_seen, read_missed
+from governance.people import may_propose
 from governance.registry import Description, Line
 from governance.signin import may_act
 from governance.states import ApprovalState, RunState
@@ -66,6 +67,7 @@ def show_inbox(request: HttpRequest) -> HttpResponse:
     inbox, missed = read_inbox(viewer), read_missed(viewer)
     has_policy = active_policy() is not None
     context = {"section": "inbox", "inbox": inbox, "missed": missed, "has_policy": has_policy, "now": clock.now()}
+    context["may_propose"] = may_propose(viewer)
     return render_page(request, "approvals/inbox.html", context)
 
 

@@ -26,7 +26,7 @@ from core.errors import ContractError
 from governance.errors import GovernanceError, NotPermitted
 from governance.operations.approvals import read_freeze
 from governance.operations.proposals import Proposer
-from governance.people import may_see_operations
+from governance.people import may_propose, may_see_operations
 from governance.signin import find_read_only
 from wire import COMMAND
 
@@ -102,6 +102,12 @@ def require_reader(request: HttpRequest) -> None:
     """Raise NotPermitted for somebody who may not read operations."""
     if not may_see_operations(request.user):
         raise NotPermitted(_("Operations are for viewers, operators and approvers. Ask an owner for one of these roles."))
+
+
+def require_asker(request: HttpRequest) -> None:
+    """Raise NotPermitted for somebody who may not ask for operations."""
+    if not may_propose(request.user):
+        raise NotPermitted(_("Only operators, and people whom the policy names, ask for operations. Your role reads them."))
 
 
 def locate_operation(op_id: uuid.UUID) -> str:

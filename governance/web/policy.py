@@ -18,8 +18,9 @@ from governance.models import PolicyVersion
 from governance.operations import policies
 from governance.operations.approvals import active_policy
 from governance.operations.policies import list_policy_versions
+from governance.people import may_propose
 from governance.web.operations import KEY_WORDS
-from governance.web.pages import approval_page, find_proposer, find_viewer, locate_operation, render_page
+from governance.web.pages import approval_page, find_proposer, find_viewer, locate_operation, render_page, require_asker
 from governance.web.policy_editor import Draft, describe_draft, list_presets, read_draft
 from governance.web.rules import list_rules
 from wire.optoken.approval import Key, Policy
@@ -37,6 +38,7 @@ def show_policy(request: HttpRequest) -> HttpResponse:
     found = active_policy()
     context: Shown = {
         "section": "policy",
+        "may_propose": may_propose(request.user),
         "drafts": [version for version in versions if version.state == PolicyVersion.State.DRAFT],
         "versions": adopted,
         # Which node holds which version, {"name", "text"} each: governance itself knows no nodes.
@@ -65,6 +67,7 @@ def _describe_policy(row: PolicyVersion, policy: Policy) -> Shown:
 @approval_page
 def draft_policy(request: HttpRequest) -> HttpResponse:
     """Show the editor of the next version, opened with the one in force; ``step`` of a POST: preview, else draft it."""
+    require_asker(request)
     found = active_policy()
     policy = found[1] if found else None
     sent = request.POST if request.method == "POST" else None

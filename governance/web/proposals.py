@@ -26,7 +26,7 @@ from governance.operations.approvals import (
     active_policy,
 )
 from governance.registry import OffersChoices, OperationKind, Request, find_kind
-from governance.web.pages import approval_page, find_proposer, locate_operation, render_page
+from governance.web.pages import approval_page, find_proposer, locate_operation, render_page, require_asker
 from governance.web.rules import say_needs, tell_class
 from wire.ids import parse_id
 from wire.optoken.approval import MAX_TARGETS, POLICY_CHANGE, Policy
@@ -42,6 +42,7 @@ LEVELS = ("danger", "caution", "ok")
 @approval_page
 def propose(request: HttpRequest) -> HttpResponse:
     """Show what can be asked for; with ``?operation=`` its form; ``step`` of a POST: look, edit or send."""
+    require_asker(request)
     sent = request.POST if request.method == "POST" else request.GET
     name = sent.get("operation", "")
     if not name or name == POLICY_CHANGE:
