@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,11 @@ from wire import clock
 _PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11")
 _READY_S = 120.0
 _NODE_S = 60.0
+_COMMANDS = (
+    ("status",), ("version",), ("config", "--check"), ("audit", "verify"), ("manage", "allow_model", "some-model"),
+    ("conformance", "--list"), ("demo", "governance"),
+)  # fmt: skip
+"""What has to work outside a checkout on an installation that runs, and that the rest of a check does not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,8 @@ def _install(place: Workplace) -> Outcome:
     return Passed("\n".join(found))
 
 
-def run_as(place: Workplace, name: str, uid: int) -> Outcome:
-    """Start an installation from the wheel as a user, paste what it prints, and serve from a second node."""
+def run_as(place: Workplace, name: str, uid: int, commands: Sequence[tuple[str, ...]] = ()) -> Outcome:
+    """Start an installation from the wheel as a user, paste what it prints, serve from a second node, run ``commands``."""
     server, node = place.make_once("server", make_server), place.make_once("runner", make_node)
     home = place.make_folder(f"home-{name}")
     os.chown(home, uid, -1)
@@ -130,6 +135,7 @@ def run_as(place: Workplace, name: str, uid: int) -> Outcome:
             _await(lambda: _count_nodes(ready) == 2, second, logs / "node.log", within_s=_NODE_S)
             joined_s = clock.monotonic() - began
             resident = _measure_memory(psutil.Process(up.pid))
+            _run_commands(person, muster, commands, logs / "command.log")
         data = home / ".local" / "share" / "muster"
         if not (data / "credentials.json").exists():
             raise CheckFailed(f"the installation is not in {data}")
@@ -141,6 +147,15 @@ def run_as(place: Workplace, name: str, uid: int) -> Outcome:
         f"ready after {ready_s:.1f} s, {pasted}\nsecond node after {joined_s:.1f} s; all of up's processes "
         f"{format_bytes(resident)} (PSS); data {format_bytes(_measure(data))}; stopped in {clock.monotonic() - began:.1f} s"
     )
+
+
+def _run_commands(person: Person, muster: Path, commands: Sequence[tuple[str, ...]], log: Path) -> None:
+    for words in commands:
+        status = person.start(muster, *words, log=log).wait(timeout=_NODE_S)
+        if status:
+            raise CheckFailed(f"`muster {' '.join(words)}` ended with status {status}:\n{_tail(log)}")
+        if "./muster" in log.read_text(encoding="utf-8"):
+            raise CheckFailed(f"`muster {' '.join(words)}` speaks of ./muster, which an installed package has not")
 
 
 def _paste(person: Person, logs: Path) -> str:
@@ -208,9 +223,9 @@ def _tail(log: Path) -> str:
 
 def _as_user(place: Workplace) -> Outcome:
     if os.geteuid():
-        return run_as(place, pwd.getpwuid(os.geteuid()).pw_name, os.geteuid())
+        return run_as(place, pwd.getpwuid(os.geteuid()).pw_name, os.geteuid(), _COMMANDS)
     try:
-        return run_as(place, "nobody", pwd.getpwnam("nobody").pw_uid)
+        return run_as(place, "nobody", pwd.getpwnam("nobody").pw_uid, _COMMANDS)
     except KeyError:
         return NotHere("this system has no user nobody, and we are root")
 
@@ -232,7 +247,7 @@ def _as_pipx(place: Workplace) -> Outcome:
 
 CHECKS = (
     Check("install", "server and node are installed by hashes into empty environments, and fit together", _install),
-    Check("user", "an ordinary user has an answer from the wheel, and a second node", _as_user),
+    Check("user", "an ordinary user has an answer from the wheel, a second node and every command", _as_user),
     Check("root", "root has the same", _as_root),
     Check("pipx", "pipx installs the server", _as_pipx),
 )
