@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from runner import AGENT_VERSION
@@ -44,16 +44,16 @@ _KEPT_LABELS = frozenset({"le", "quantile", "reason", "finished_reason", "err", 
 """What tells samples of a model apart; whatever else an engine labels is dropped, and ``model`` and ``replica`` are added."""
 
 
-async def write_metrics(parts: Parts, accept: str) -> tuple[bytes, str]:
-    """Return the metrics and their content type, in the format that ``accept`` asks for."""
+async def write_metrics(parts: Parts) -> tuple[bytes, str]:
+    """Return the metrics and their content type."""
     reading = await parts.look()
     engines = await _read_engines(parts.pool.registry.models)
     try:
         spending = await parts.costs.summary()
     except RunnerError:  # the ledger is out of order, which must not blind whoever looks after the node
         spending = None
-    encode, content_type = choose_encoder(accept)
-    return encode(_Collector(parts, reading, spending, engines)), content_type
+    # In OpenMetrics, which Prometheus asks for, the library would put ``_`` for the colons in the names of engines' series.
+    return generate_latest(_Collector(parts, reading, spending, engines)), CONTENT_TYPE_PLAIN_0_0_4
 
 
 async def _read_engines(models: list[Model]) -> list[Metric]:

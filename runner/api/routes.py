@@ -127,7 +127,7 @@ def _metrics_endpoint(parts: Parts) -> Endpoint:
     async def metrics(request: Request) -> Response:
         from runner.api.metrics import write_metrics  # its library stays out of nodes that nobody scrapes
 
-        body, content_type = await write_metrics(parts, request.headers.get("accept", ""))
+        body, content_type = await write_metrics(parts)
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
     return Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus", "Runner", media_type="text/plain")

@@ -631,7 +631,7 @@ async def test_a_replica_over_nodes_that_is_lost_ends_with_the_reason_and_is_not
     assert (span.model.state, span.model.is_ready, span.model.is_reserved) == (ModelState.LOADED, is_head, not is_head)
     [told] = [one for one in list_replicas(span.bench.parts.pool.registry.models) if one.model == "big"]
     assert (told.state, told.gpus, told.replica_id) == ("loaded" if is_head else "reserved", [0, 1], "op.1")
-    metrics, _ = await write_metrics(span.bench.parts, "")
+    metrics, _ = await write_metrics(span.bench.parts)
     role = "head" if is_head else "member"
     assert f'muster_runner_replica_nodes{{model="big",role="{role}"}} 2.0' in metrics.decode()
     engine.ends = EngineError("the connection to other ended")
