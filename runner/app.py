@@ -459,7 +459,10 @@ class Runner:
 
     def _add_link(self, url: str, *, give_up_s: float | None) -> None:
         config = self._config
-        link = GatewayLink(url, host=self, client=self._client, token=config.token, provider=config.provider, trust=self._trust)
+        link = GatewayLink(
+            url, host=self, client=self._client, token=config.token, provider=config.provider, trust=self._trust,
+            speaks_bridge=config.speaks_bridge,
+        )  # fmt: skip
         self._links[url] = link
         self._wakes.append(link.wake)
         task = asyncio.create_task(link.run(give_up_s=give_up_s))

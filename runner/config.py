@@ -154,6 +154,8 @@ class RunnerConfig:
     token: str = field(repr=False)
     name: str
     provider: str
+    speaks_bridge: bool
+    """Whether the gateways are servers of ModelRelay."""
     owner: str
     max_concurrent: int
     max_queue_depth: int
@@ -253,6 +255,9 @@ ALIASES = (
 
 The first that is set counts. ``controlplane.env`` has a server's.
 """
+
+
+PROTOCOLS = ("muster", "bridge-v1")
 
 
 class Options:
@@ -428,6 +433,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
     add("--memory-budget-mb", metavar="N", help="memory that all models together may take (default: what is free)")
     add("--provider", help="provider this node belongs to (default: local)")
+    add("--protocol", metavar="NAME", help="muster (the default), or bridge-v1 to work for a server of ModelRelay")
     add("--backend", "--backend-url", metavar="URL", help="OpenAI-compatible server to front, such as http://127.0.0.1:11434")
     add("--backend-key", metavar="KEY", help="bearer key of that server")
     add("--models", action="append", metavar="A,B", help="models to offer (default: what the backend lists)")
@@ -505,6 +511,7 @@ def read_options(
         token=_read_token(options) if has_gateway else "",
         name=name,
         provider=options.text("provider", "local"),
+        speaks_bridge=_read_protocol(options),
         owner=options.text("owner"),
         max_concurrent=options.number("max_concurrent", 4, highest=1024),
         max_queue_depth=options.whole("MAX_QUEUE_DEPTH", 16, lowest=0, highest=100_000),
@@ -611,6 +618,14 @@ def _read_tickets(options: Options, *, files: FilesConfig, has_port: bool, has_g
     if wrong := [origin for origin in origins if origin != "*" and not _ORIGIN.match(origin)]:
         raise ConfigError(f"--ticket-origins must be a comma list such as https://app.example.org, or *, not {wrong[0]!r}")
     return TicketConfig(urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"), "", "")), origins)
+
+
+def _read_protocol(options: Options) -> bool:
+    said = options.text("protocol", PROTOCOLS[0], allowed=" or ".join(PROTOCOLS))
+    if said not in PROTOCOLS:
+        subject = options.subject("MUSTER_PROTOCOL", "protocol")
+        options.refuse(f"{subject} must be {' or '.join(PROTOCOLS)}, not {said!r}", "MUSTER_PROTOCOL")
+    return said == PROTOCOLS[1]
 
 
 def _read_tls(options: Options, *, files: FilesConfig, has_port: bool, tickets: TicketConfig | None) -> TlsConfig | None:

@@ -17,10 +17,11 @@ import aiohttp
 from aiohttp._websocket.helpers import websocket_mask
 from aiohttp.http_websocket import WebSocketWriter
 
+from runner.bridge import BridgeSession
 from runner.errors import AuthRefused, NameInUse, SessionLost
 from runner.limits import ConnectionLimits, limits
 from runner.relay import Relay
-from runner.session import Cancelled, ClientSession, Credited, Effect, Instruction, Notice, Opened, Reply
+from runner.session import Cancelled, ClientSession, Credited, Effect, Instruction, Notice, Opened, Outlet, Reply
 from wire import clock
 from wire.bridge import (
     MUSTER_V1,
@@ -37,7 +38,6 @@ from wire.bridge import (
     Register,
     RegisterAck,
     Telemetry,
-    encode_message,
 )
 from wire.frames import End
 
@@ -179,6 +179,25 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
             self._is_behind.set()
 
 
+class _TextOutlet:
+    """Says what streams post as text of bridge v1."""
+
+    def __init__(self, ws: GatewaySocket, protocol: BridgeSession) -> None:
+        self._ws = ws
+        self._protocol = protocol
+
+    @property
+    def has_room(self) -> bool:
+        return self._ws.has_room
+
+    def post(self, frame: bytes) -> None:
+        if text := self._protocol.say_frame(frame):
+            self._ws.post(text)
+
+    def when_room(self, go_on: Callable[[], None]) -> None:
+        self._ws.when_room(go_on)
+
+
 class GatewayLink:
     """The node's side of one gateway, for as long as the process lives. ``url`` is ``ws(s)://host[:port][/prefix]``."""
 
@@ -191,8 +210,11 @@ class GatewayLink:
         token: str,
         provider: str,
         trust: ssl.SSLContext | None = None,
+        speaks_bridge: bool = False,
     ) -> None:
         self.url = url
+        self.speaks_bridge = speaks_bridge
+        """Whether it is a server of ModelRelay, which is spoken to in bridge v1."""
         self._target = f"{url}/v1/worker/connect?provider={quote(provider, safe='')}"
         self._host = host
         self._client = client
@@ -211,7 +233,7 @@ class GatewayLink:
     def post(self, message: Message) -> None:
         """Send a message soon, if there is a session."""
         if self._session is not None and self._session.is_accepted:
-            self._session.post(encode_message(message))
+            self._session.say(message)
 
     async def flush(self, limit_s: float) -> None:
         """Wait, at most ``limit_s``, until everything posted has been handed to the socket."""
@@ -312,7 +334,7 @@ class _Session:
         self._host = host
         self._relay = host.relay
         self._limits = bounds
-        self._protocol = ClientSession()
+        self._protocol: ClientSession | BridgeSession = BridgeSession() if link.speaks_bridge else ClientSession()
         self._socket: GatewaySocket | None = None
         self._leave_asked = asyncio.Event()
         self._leave_within_s = bounds.drain_s
@@ -330,6 +352,11 @@ class _Session:
         # Nobody waits for it, and a broken connection ends the session elsewhere.
         if self._socket is not None:
             self._socket.post(frame)
+
+    def say(self, message: Message) -> None:
+        """Send a message, if the protocol of the session has it."""
+        if text := self._protocol.encode(message):
+            self.post(text)
 
     async def flush(self) -> None:
         if self._socket is not None:
@@ -361,33 +388,39 @@ class _Session:
             await ws.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR if is_violation else aiohttp.WSCloseCode.OK)
 
     async def _read(self, ws: GatewaySocket) -> None:
+        outlet = _TextOutlet(ws, self._protocol) if isinstance(self._protocol, BridgeSession) else ws
         while True:
             message = await ws.receive()
             self._heard_at = clock.awake()
             if message.type is aiohttp.WSMsgType.BINARY:
                 for effect in self._protocol.receive_bytes(message.data):
-                    self._apply(effect, ws)
+                    self._apply(effect, outlet)
             elif message.type is aiohttp.WSMsgType.TEXT:
-                self._obey(self._protocol.receive_text(message.data))
+                said = self._protocol.receive_text(message.data)
+                if isinstance(said, list):
+                    for effect in said:
+                        self._apply(effect, outlet)
+                else:
+                    self._obey(said)
             elif message.type is aiohttp.WSMsgType.PING:
                 await ws.pong(message.data)
             elif message.type is not aiohttp.WSMsgType.PONG:
                 raise explain_close(message)
 
-    def _apply(self, effect: Effect, ws: GatewaySocket) -> None:
+    def _apply(self, effect: Effect, outlet: Outlet) -> None:
         host = self._host
         match effect:
             case Credited(stream):
                 self._relay.credit(stream)
             case Opened(stream, body) if self._leave_asked.is_set() or host.is_leaving:
                 del body
-                self.post(stream.end(End(error="busy", message="the node is draining", retryable=True)))
+                outlet.post(stream.end(End(error="busy", message="the node is draining", retryable=True)))
             case Opened(stream, body):
-                self._relay.open(stream, body, ws)
+                self._relay.open(stream, body, outlet)
             case Cancelled(stream):
                 self._relay.abort(stream)
             case Reply(frame):
-                self.post(frame)
+                outlet.post(frame)
             case _:
                 assert_never(effect)
 
@@ -397,10 +430,10 @@ class _Session:
             case Ping():
                 if notice.timestamp_unix_ms is not None:
                     host.hear_time(notice.timestamp_unix_ms)
-                self.post(encode_message(Pong(current_load=host.load, timestamp_unix_ms=notice.timestamp_unix_ms)))
+                self.say(Pong(current_load=host.load, timestamp_unix_ms=notice.timestamp_unix_ms))
             case ModelsRefresh():
                 host.refresh_models()
-                self.post(encode_message(host.list_models()))
+                self.say(host.list_models())
             case GracefulShutdown():
                 log.info("gateway asks to leave gateway=%s reason=%s", self._link.url, notice.reason or "")
                 drain_s = notice.drain_timeout_secs
@@ -426,7 +459,7 @@ class _Session:
                     await self._wake.wait()
             self._wake.clear()
             if self.is_accepted:
-                self.post(encode_message(self._leave_out_known(await self._host.take_sample())))
+                self.say(self._leave_out_known(await self._host.take_sample()))
                 await asyncio.sleep(min(self._limits.report_gap_s, self._heartbeat_s))
 
     def _leave_out_known(self, sample: Telemetry) -> Telemetry:
@@ -442,7 +475,8 @@ class _Session:
         # Each frame only moves a number: arming a timer for every chunk would cost more than this loop.
         # Seconds in which this process stood still count for nothing: what the gateway said meanwhile waits unread.
         clock.beat()
-        limit_s, ack_by = self._limits.silence_s, clock.awake() + self._limits.ack_s
+        limit_s = self._limits.bridge_silence_s if self._link.speaks_bridge else self._limits.silence_s
+        ack_by = clock.awake() + self._limits.ack_s
         while (left_s := self._heard_at + limit_s - clock.awake()) > 0:
             if not self.is_accepted:
                 left_s = min(left_s, ack_by - clock.awake())
@@ -468,6 +502,6 @@ def explain_close(message: aiohttp.WSMessage) -> SessionLost:
     if code == aiohttp.WSCloseCode.POLICY_VIOLATION and "rate limited" not in reason:
         return NameInUse(reason) if reason == NAME_TAKEN else AuthRefused(reason or "close code 1008")
     if code == aiohttp.WSCloseCode.PROTOCOL_ERROR and "registration" in reason:
-        spoken = "it is of an earlier release, or no Muster gateway. ModelRelay's own worker is what a ModelRelay server takes"
+        spoken = "it is of an earlier release, or a server of ModelRelay, which takes --protocol bridge-v1"
         return SessionLost(f"the gateway does not take {MUSTER_V1}: {spoken} (code {code} {reason})")
     return SessionLost(f"closed with code {code} {reason}".rstrip())

@@ -77,6 +77,8 @@ class ConnectionLimits:
     silence_s: float = bound(
         15.0, "s", "A gateway that is not heard is left and dialled again.", setting="MUSTER_OFFLINE_AFTER_S"
     )
+    # Its server pings after 30 s without a frame.
+    bridge_silence_s: float = bound(90.0, "s", "A server of ModelRelay that is not heard is left and dialled again.")
     heartbeat_s: float = bound(5.0, "s", "A reading is sent, unless the gateway names another interval.")
     reconnect_first_s: float = bound(0.2, "s", "A lost gateway is dialled again within this; the pause doubles each time.")
     reconnect_max_s: float = bound(30.0, "s", "Pauses before dialling grow no longer.", setting="MUSTER_RECONNECT_MAX_S")

@@ -19,6 +19,7 @@ from wire.bridge import (
     GracefulShutdown,
     HubQuery,
     LogQuery,
+    Message,
     ModelsRefresh,
     NodeAuthorities,
     NodeCertificate,
@@ -61,8 +62,9 @@ from wire.frames import (
 class Outlet(Protocol):
     """The socket that a stream came on."""
 
-    has_room: bool
-    """Whether what is posted leaves at once."""
+    @property
+    def has_room(self) -> bool:
+        """Whether what is posted leaves at once."""
 
     def post(self, frame: bytes) -> None:
         """Send a frame, after those posted before it."""
@@ -199,6 +201,10 @@ class ClientSession:
     def register(self, message: Register) -> str:
         """Return the first frame of the session, always announcing muster v1."""
         message.protocol_version = MUSTER_V1
+        return encode_message(message)
+
+    def encode(self, message: Message) -> str:
+        """Return the frame of a message."""
         return encode_message(message)
 
     def receive_text(self, frame: str | bytes) -> Notice:

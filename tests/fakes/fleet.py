@@ -164,7 +164,16 @@ class Answer:
 class Node:
     """A node: the whole runner, with a fake engine. ``link`` is the newest, ``links`` all that it ever had."""
 
-    def __init__(self, fleet: Fleet, name: str, *, models: Sequence[str], slots: int, endpoints: Sequence[str]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        name: str,
+        *,
+        models: Sequence[str],
+        slots: int,
+        endpoints: Sequence[str],
+        options: Sequence[str] = (),
+    ) -> None:
         self.fleet, self.name, self.models, self.slots = fleet, name, tuple(models), slots
         self.engine = FakeEngine(name=name, endpoints=endpoints, serves=True)
         self.engine.poll_s = self.engine.restart_max_s = 5.0
@@ -172,7 +181,7 @@ class Node:
         self.is_reachable = True
         """Whether it reaches the gateway when it dials."""
         words = ["--gateway", "ws://gateway", "--token", fleet.rows.credential, "--name", name]
-        config = read_config([*words, "--backend", "http://played", "--max-concurrent", str(slots)], {})
+        config = read_config([*words, "--backend", "http://played", "--max-concurrent", str(slots), *options], {})
         self.box = Runner(replace(config, engine=None), cast("aiohttp.ClientSession", self))
         self._leave, self._hurry = asyncio.Event(), asyncio.Event()
         self._supervisor: Supervisor | None = None
@@ -361,10 +370,14 @@ class Fleet:
     # nodes, clients, time
 
     async def add_node(
-        self, name: str = "", *, models: Sequence[str] = ("m",), slots: int = 1, endpoints: Sequence[str] = (CHAT,)
-    ) -> Node:
-        """Start a node and return once the gateway can send it work. ``endpoints``: API paths that its engine answers."""
-        node = Node(self, name or f"n{len(self.nodes)}", models=models, slots=slots, endpoints=endpoints)
+        self, name: str = "", *, models: Sequence[str] = ("m",), slots: int = 1, endpoints: Sequence[str] = (CHAT,),
+        options: Sequence[str] = (),
+    ) -> Node:  # fmt: skip
+        """Start a node and return once the gateway can send it work. ``endpoints``: API paths that its engine answers.
+
+        ``options``: further ones of its command line.
+        """
+        node = Node(self, name or f"n{len(self.nodes)}", models=models, slots=slots, endpoints=endpoints, options=options)
         self.nodes.append(node)
         await node.start()
         await self.until(lambda: node.gateway_link is not None and node.gateway_link.models == set(models))

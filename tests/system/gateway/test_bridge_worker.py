@@ -10,12 +10,14 @@ import pytest
 
 from core.db.threads import run_upkeep
 from core.limits import limits
-from gateway.errors import RequestInterrupted, RequestTimeout, RequeueExhausted, ShuttingDown
+from gateway.errors import ForwardedRequestFailed, RequestInterrupted, RequestTimeout, RequeueExhausted, ShuttingDown
 from gateway.services.models import disallow_model
+from nodes.links.relay import RelayLink
 from nodes.models import NodeCredential
 from nodes.services.credentials import trust_models
 from nodes.services.drains import drain_node
 from tests.fakes.bridge_worker import BridgeWorker
+from tests.fakes.engine import CallState
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Rows
 from tests.fakes.limits import set_limits
 
@@ -271,3 +273,73 @@ async def test_a_gateway_that_stops_says_so_lets_finish_and_says_what_it_cuts(fl
         assert idle.closed == (1000, "graceful shutdown complete")
         for one in (worker, idle):
             await one.close()
+
+
+# our own runner as a worker
+
+AS_WORKER = ("--protocol", "bridge-v1")
+
+
+async def test_our_runner_works_for_a_server_that_speaks_bridge_v1_alone(fleet: Fleet) -> None:
+    node = await fleet.add_node(slots=2, options=AS_WORKER)
+    assert isinstance(node.gateway_link, RelayLink)
+    assert (node.gateway_link.session.speaks_muster, node.gateway_link.max_concurrent) == (False, 2)
+    streamed, plain = fleet.ask(stream=True), fleet.ask()
+    first, second = await fleet.next_call(streamed), await fleet.next_call(plain)
+    for call in (first, second):
+        call.emit(2)
+        await fleet.settle()
+        call.finish()
+    assert [(await one.row())["state"] for one in (streamed, plain)] == ["completed", "completed"]
+    assert streamed.pieces == [(first.ident, 0), (first.ident, 1)]
+    assert plain.pieces == [(second.ident, 0), (second.ident, 1)]
+    node.load("tight")
+    await fleet.until(lambda: node.gateway_link.models == {"m", "tight"})
+    await fleet.advance(100.0)
+    assert len(node.links) == 1, "a server that pings seldom is not left"
+
+
+async def test_our_runner_stops_what_a_server_cancels_and_says_what_its_engine_does(fleet: Fleet) -> None:
+    node = await fleet.add_node(options=AS_WORKER)
+    left = fleet.ask(stream=True)
+    call = await fleet.next_call(left)
+    call.emit()
+    await fleet.settle()
+    left.leave()
+    await fleet.until(lambda: call.ended_at is not None)
+    assert call.state is CallState.CANCELLED
+    broken = fleet.ask(stream=True)
+    call = await fleet.next_call(broken)
+    call.emit()
+    await fleet.settle()
+    call.fail()
+    assert ((await broken.row())["state"], broken.error_code) == ("failed", ForwardedRequestFailed.code)
+    assert (node.queue.active, node.gateway_link.active) == (0, 0)
+
+
+async def test_our_runner_that_leaves_a_server_finishes_and_gets_nothing_new(fleet: Fleet) -> None:
+    leaving = await fleet.add_node(options=AS_WORKER, slots=2)
+    running = fleet.ask()
+    call = await fleet.next_call(running)
+    leaving.leave()
+    await fleet.until(lambda: leaving.gateway_link is None or not leaving.gateway_link.models)
+    other = await fleet.add_node(options=AS_WORKER)
+    later = fleet.ask()
+    assert fleet.find_node(await fleet.next_call(later)) is other
+    call.emit()
+    call.finish()
+    assert (await running.row())["state"] == "completed"
+    await fleet.until(lambda: not leaving.is_running)
+
+
+async def test_our_runner_comes_back_to_a_server_that_was_restarted(fleet: Fleet) -> None:
+    node = await fleet.add_node(options=AS_WORKER)
+    await fleet.stop_gateway()
+    await fleet.start_gateway()
+    await fleet.until(lambda: node.gateway_link is not None)
+    answer = fleet.ask()
+    call = await fleet.next_call(answer)
+    call.emit()
+    call.finish()
+    await answer.done()
+    assert answer.status == 200

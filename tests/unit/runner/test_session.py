@@ -156,7 +156,7 @@ def test_too_many_streams_are_refused_as_busy_and_closing_the_session_closes_and
 
 async def test_telemetry_that_is_woken_when_its_session_is_lost_does_not_hold_up_the_next_session() -> None:
     wake = asyncio.Event()
-    link, host = SimpleNamespace(url="ws://gateway", wake=wake), SimpleNamespace(relay=None)
+    link, host = SimpleNamespace(url="ws://gateway", wake=wake, speaks_bridge=False), SimpleNamespace(relay=None)
     session = _Session(cast("GatewayLink", link), cast("Host", host), limits().connection)
     reporting = asyncio.create_task(session._report())
     await turns(1)
