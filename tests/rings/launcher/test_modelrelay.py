@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -152,7 +154,16 @@ def serve_backend() -> Iterator[str]:
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.answer(json.loads(answer_frames({"model": asked["model"], "is_streaming": False})[0]["body"]))
+            frames = answer_frames({"model": asked["model"], "is_streaming": asked.get("stream", False)})
+            if not asked.get("stream"):
+                self.answer(json.loads(frames[0]["body"]))
+                return
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            for frame in frames[:-1]:
+                self.wfile.write(frame["chunk"].encode())
+                self.wfile.flush()
 
         def answer(self, content: object) -> None:
             body = json.dumps(content).encode()
@@ -203,6 +214,36 @@ def test_the_command_line_of_its_worker_runs_a_node(relay: Relay, tmp_path: Path
         finally:
             process.terminate()
             process.wait(timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("modelrelay-worker") is None, reason="ModelRelay's worker is not on PATH")
+def test_the_real_worker_serves_comes_back_after_a_cut_and_leaves(relay: Relay, tmp_path: Path) -> None:
+    with serve_backend() as backend:
+        given = {
+            "PROXY_URL": relay.gateway, "WORKER_SECRET": WORKER, "PROVIDER_NAME": "lab", "BACKEND_URL": backend,
+            "WORKER_NAME": "real", "MODELS": "phi-real", "MAX_CONCURRENCY": "2", "LOG_LEVEL": "debug",
+        }  # fmt: skip
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(["modelrelay-worker"], env={**os.environ, **given}, stdout=log, stderr=log)
+        try:
+            for _ in range(2):
+                wait_until(lambda: relay.lists("phi-real"), within_s=60)
+                assert relay.ask("phi-real").json()["choices"][0]["message"]["content"] == "Hello"
+                stream = relay.ask("phi-real", stream=True)
+                assert '"Hello"' in stream.text
+                assert stream.text.rstrip().endswith("[DONE]")
+                assert relay.ask("phi-real", key="sk-none").status_code == 401
+                process.send_signal(signal.SIGSTOP)  # until the gateway has cut it off: its pings find nobody
+                wait_until(lambda: not relay.lists("phi-real"), within_s=120)
+                process.send_signal(signal.SIGCONT)
+            wait_until(lambda: relay.lists("phi-real"), within_s=60)
+            (worker,) = [one for one in relay.call("GET", "/admin/workers").json()["workers"] if one["worker_name"] == "real"]
+            assert (worker["models"], worker["max_concurrent"], worker["reported_load"]) == (["phi-real"], 2, 0)
+            assert process.poll() is None, (tmp_path / "log").read_text()
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+        wait_until(lambda: not relay.lists("phi-real"), within_s=60)
 
 
 def test_its_bookmarks_and_scripts_lead_somewhere(relay: Relay) -> None:
