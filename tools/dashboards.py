@@ -326,7 +326,11 @@ FLEET = Dashboard(
                     "percentunit",
                     warns_at=0.9,
                 ),
-                _stat("Problems", 'sum(max by (kind, severity) (muster_alerts{severity=~"down|impaired"}))', warns_at=1),
+                _stat(
+                    "Problems",
+                    'sum(max by (kind, severity) (muster_alerts{severity=~"down|impaired"})) or vector(0)',
+                    warns_at=1,
+                ),
                 _stat("Waiting for approval", 'sum(muster_operations_open{state="pending"})'),
                 _stat("Gateways", 'max(muster_gateways{state="alive"})'),
             ),
