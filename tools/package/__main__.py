@@ -6,10 +6,10 @@ import sys
 
 from controlplane.launcher.console import LauncherError, complain
 from controlplane.launcher.environment import ROOT
-from tools.package import alerts, chart, installed, services, supply, wheel
+from tools.package import alerts, chart, images, installed, services, supply, wheel
 from tools.package.checks import run_checks
 
-CHECKS = (*wheel.CHECKS, *installed.CHECKS, *supply.CHECKS, *chart.CHECKS, *services.CHECKS, *alerts.CHECKS)
+CHECKS = (*wheel.CHECKS, *installed.CHECKS, *supply.CHECKS, *chart.CHECKS, *services.CHECKS, *alerts.CHECKS, *images.CHECKS)
 """The table: a module of this folder a topic, each with its own rows, in the order in which they are run."""
 
 
