@@ -74,6 +74,7 @@ SENTENCES: dict[str, Promise] = {
     "node_ca.rotate": gettext_lazy("Replaced the internal CA"),
     "node_credential.create": gettext_lazy("Created the node credential {target}"),
     "node_credential.revoke": gettext_lazy("Revoked the node credential {target}"),
+    "node_credential.trust_models": gettext_lazy("Changed whether the node credential {target} allows its models"),
     "one-time-password.remove": gettext_lazy("Removed the authenticator app of {target}"),
     "one-time-password.set-up": gettext_lazy("Set up an authenticator app of {target}"),
     "operation.approve": gettext_lazy("Approved the operation {target}"),
@@ -98,6 +99,7 @@ SENTENCES: dict[str, Promise] = {
     "provider.delete": gettext_lazy("Deleted the provider {target}"),
     "provider.disable": gettext_lazy("Disabled the provider {target}"),
     "provider.enable": gettext_lazy("Enabled the provider {target}"),
+    "provider.terms": gettext_lazy("Changed the limits of the provider {target}"),
     "sign-in.close": gettext_lazy("{target} signed out"),
     "sign-in.close-others": gettext_lazy("{target} ended all other sessions"),
     "sign-in.close-all": gettext_lazy("Ended the sessions of {target}"),
@@ -143,6 +145,7 @@ _ACTORS = {
     "node": gettext_lazy("node {name}"),
     "token": gettext_lazy("admin token {name}"),
     "admin-token": gettext_lazy("admin token {name}"),
+    "credential": gettext_lazy("node credential {name}"),
 }
 
 

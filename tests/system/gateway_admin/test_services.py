@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,19 @@ def test_what_a_trusted_credential_declares_is_allowed_once_and_never_against_an
     allow_model(name="taken-back", actor=ACTOR)
     disallow_model(name="seen", actor=ACTOR)
     assert allow_declared(declared) == []
+
+
+def test_the_update_remembers_what_operators_took_back_before_it() -> None:
+    remember_models(names=["seen"])
+    for name in ("kept", "back", "again"):
+        allow_model(name=name, actor=ACTOR)
+    disallow_model(name="back", actor=ACTOR)
+    disallow_model(name="again", actor=ACTOR)
+    allow_model(name="again", actor=ACTOR)
+    Model.objects.update(refused=False)
+    with connection.cursor() as cursor:
+        cursor.execute(import_module("gateway.migrations.0024_refused_before").FIND)
+    assert dict(Model.objects.values_list("name", "refused")) == {"seen": False, "kept": False, "back": True, "again": False}
 
 
 def test_names_that_nodes_make_up_do_not_fill_the_list(caplog: pytest.LogCaptureFixture) -> None:
