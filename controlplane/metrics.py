@@ -6,6 +6,7 @@ They are read when somebody asks, in a fixed number of queries. What the fleet d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from http import HTTPStatus
 
 from django.conf import settings
@@ -35,6 +36,7 @@ from governance.operations.queries import read_figures
 from governance.states import ApprovalState, RunState
 from nodes.services.certificates import list_authorities
 from wire import RELEASE, clock
+from wire.logs import bind_request
 
 Rows = Iterable[tuple[tuple[str, ...], float]]
 Next = Callable[[HttpRequest], HttpResponse]
@@ -55,20 +57,36 @@ SECONDS = Histogram(
 
 
 class CountingMiddleware:
-    """Counts requests by the first word of their path."""
+    """Counts requests by the first word of their path, and names in the log which one a line belongs to."""
 
     def __init__(self, get_response: Next) -> None:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
         began = clock.monotonic()
-        response = self._get_response(request)
+        fields = bind_request(partial(_describe, request))
+        try:
+            response = self._get_response(request)
+        finally:
+            fields.close()
         word = request.path.split("/", 2)[1]
         part = word if word in _PARTS else "other"
         method = str(request.method) if request.method in _METHODS else "other"
         REQUESTS.labels(part, method, str(response.status_code)).inc()
         SECONDS.labels(part).observe(clock.monotonic() - began)
         return response
+
+
+def _describe(request: HttpRequest) -> dict[str, object]:
+    # The route, not the path: that of an invitation is a secret.
+    match = request.resolver_match
+    user = getattr(request, "_cached_user", None)  # as far as it was looked up: to write a line asks no database
+    said: dict[str, object] = {"method": str(request.method)}
+    if match is not None:
+        said["route"] = match.route
+    if user is not None and user.is_authenticated:
+        said["user"] = user.get_username()
+    return said
 
 
 @never_cache

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from core.db.threads import count_calls
 from core.hints import dropped_hints, unreadable_hints
 from core.limits import limits
 from gateway.values import RequestOutcome
@@ -215,6 +216,8 @@ class RequestCounters(Collector):
         yield CounterMetricFamily("muster_prompts_placed", "Prompts for which there were several nodes", prompts)
         what = "Sum of the shares of these prompts that their node had probably computed, 0 to 1 each"
         yield CounterMetricFamily("muster_prompt_shares_reused", what, reused)
+        text = "Calls for callers that run in the database or wait for one of its threads"
+        yield GaugeMetricFamily("muster_database_calls", text, count_calls())
         yield GaugeMetricFamily("muster_records_pending", "Record changes not yet written", self.count_pending())
         flushes = CounterMetricFamily("muster_record_flushes", "Group commits of request records", labels=["result"])
         for result, number in self.flushes.items():

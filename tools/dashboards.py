@@ -179,8 +179,11 @@ GATEWAY = Dashboard(
                     width=6,
                 ),
                 Panel(
-                    "Commits of records",
-                    [(_rate("muster_record_flushes_total", "result", _GATEWAY), "{{result}}")],
+                    "Commits of records, calls that wait",
+                    [
+                        (f"sum(muster_database_calls{{{_GATEWAY}}})", "calls"),
+                        (_rate("muster_record_flushes_total", "result", _GATEWAY), "{{result}}"),
+                    ],
                     "ops",
                     width=6,
                 ),

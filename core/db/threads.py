@@ -49,6 +49,11 @@ class _Room:
 _room = _Room()
 
 
+def count_calls() -> int:
+    """Return how many calls for callers run or wait for a thread of this process."""
+    return _room.taken
+
+
 @cache
 def _pool(name: str, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)

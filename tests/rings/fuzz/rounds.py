@@ -68,7 +68,7 @@ WITHIN_S = 60.0
 TRIES = 3
 """A collection of garbage or work in the background can fall into any request, but not into the same one each time."""
 STREAM = "text/event-stream"
-BUG = re.compile(rb"request\.bug|Traceback|session\.bug|ERROR|CRITICAL")
+BUG = re.compile(rb'request\.bug|Traceback|session\.bug|"level":"(?:error|critical)"')
 STATUS = re.compile(rb"HTTP/1\.1 (\d\d\d) ")
 OURS = frozenset({400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 502, 503, 504})
 CODES = frozenset(code.value for code in ErrorCode)

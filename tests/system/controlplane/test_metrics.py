@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,6 +20,7 @@ from governance.admin_tokens import Grant, create_admin_token
 from governance.models import AuditCheckpoint
 from tests.fakes.control_process import free_port
 from wire import RELEASE, clock
+from wire.logs import make_formatter
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -94,3 +98,20 @@ async def test_what_is_away_is_said_and_the_rest_is_told_all_the_same(
     assert (status, told["muster_database_up"], told["muster_valkey_up"]) == (200, 0, 0)
     assert told[f"muster_build_info,control,{RELEASE}"] == 1
     assert not [name for name in told if name.startswith(("muster_operation", "muster_tasks"))]
+
+
+async def test_a_line_about_a_request_names_its_route_and_never_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, written = logging.getLogger("governance.tests"), io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(make_formatter("json", is_terminal=False))
+
+    def look() -> object:
+        log.warning("looked")
+        raise OperationalError
+
+    monkeypatch.setattr(metrics, "read_figures", look)
+    log.addHandler(handler)
+    await read(connect())
+    log.removeHandler(handler)
+    (line,) = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert (line["event"], line["method"], line["route"], "path" in line) == ("looked", "GET", "metrics", False)
