@@ -28,6 +28,7 @@ from django.db.models.functions import Now
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from core.db.base import LAZILY
 from core.db.threads import run_pulse, run_upkeep
 from core.hints import HINT_GROUP
 from core.limits import limits
@@ -521,7 +522,8 @@ class GatewayRuntime:
         # By the database's clock, by which it is judged: that of this machine may be wrong.
         with connection.cursor() as cursor:
             cursor.execute(
-                "UPDATE gateway_gatewayprocess SET heartbeat_at = statement_timestamp() WHERE id = %s", [self.gateway_id]
+                f"UPDATE gateway_gatewayprocess SET heartbeat_at = statement_timestamp() FROM {LAZILY} WHERE id = %s",  # noqa: S608
+                [self.gateway_id],
             )
 
     def _write_back(self, used: dict[uuid.UUID, float], drains: list[DrainCount], *, news_only: bool) -> None:

@@ -20,6 +20,7 @@ from django.db.models.functions import RowNumber
 from django.utils import translation
 from django.utils.translation import gettext as _
 
+from core.db.base import LAZILY
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
@@ -87,6 +88,8 @@ def look(find: Callable[[], Iterable[Problem]]) -> bool:
         AlertLook.objects.update_or_create(pk=1, defaults={"at": now})
         if is_changed:
             publish_hint("alerts")
+        else:
+            cursor.execute(f"SELECT {LAZILY}")
     return True
 
 

@@ -58,6 +58,10 @@ _SETTINGS = {
     "shared_buffers": "32MB",
     "work_mem": "4MB",
     "maintenance_work_mem": "32MB",
+    # Each checkpoint writes whole pages anew, and the first change of each into the log. After a crash the log of so long is
+    # read again, which max_wal_size bounds.
+    "checkpoint_timeout": "30min",
+    "wal_compression": "on",
     "max_wal_size": "256MB",
     "min_wal_size": "32MB",
     "max_parallel_workers": "0",

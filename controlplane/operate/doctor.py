@@ -425,14 +425,19 @@ def check_nodes(subject: Subject) -> Iterator[Finding]:
     except DatabaseError:
         yield warn("not asked: the database does not answer", "See database")
         return
+    away = [node.name for node in nodes if node.status is NodeStatus.OFFLINE]
+    if away:
+        named = ", ".join(away[:3]) + (" and more" if len(away) > 3 else "")
+        yield warn(f"{len(away)} of {len(nodes)} are offline: {named}", "Start them; a log says why its node does not connect")
     for node in nodes:
-        if node.status is NodeStatus.OFFLINE:
-            yield warn(f"{node.name} is offline", "Start it; its log says why it does not reach the gateway")
-        elif node.probe_error:
+        if node.probe_error and node.status is not NodeStatus.OFFLINE:
             yield fail(f"the gateway does not reach {node.name}: {node.probe_error}", "See to the network in between")
     yield from (warn(text, advice) for text, advice in versions)
-    online = sum(node.status is not NodeStatus.OFFLINE for node in nodes)
-    yield ok(f"{online} of {len(nodes)} are online") if nodes else warn("no node has connected", f"{COMMAND} node --help")
+    yield (
+        ok(f"{len(nodes) - len(away)} of {len(nodes)} are online")
+        if nodes
+        else warn("no node has connected", f"{COMMAND} node --help")
+    )
 
 
 def check_backup(subject: Subject) -> Iterator[Finding]:

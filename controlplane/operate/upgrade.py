@@ -113,10 +113,10 @@ def judge_versions() -> list[tuple[str, str]]:
         nodes = f"{count} node{'s' if count > 1 else ''}"
         if order > 0:
             said.append(
-                (f"{nodes} run {version}, which is newer than this server", "Upgrade the server, or use its release there")
+                (f"{nodes} {version}, which is newer than this server", "Upgrade the server, or use its release there")
             )
         elif order < 0:
-            said.append((f"{nodes} run {version}, which is older", "They work, and lack what is new: update them at leisure"))
+            said.append((f"{nodes} {version}, which is older", "They work, and lack what is new: update them at leisure"))
     return said
 
 

@@ -20,6 +20,7 @@ import msgspec
 from django.db import connection, transaction
 from django.db.models import Count
 
+from core.db.base import LAZILY
 from core.limits import limits
 from nodes.models import Gpu, GpuFigures, Node, NodeFigures, SweepMark, read_clock
 from nodes.services.gpus import list_elsewhere
@@ -122,6 +123,7 @@ def fold_requests(read: Callable[[Span], Seen]) -> int:
         mark = SweepMark.objects.select_for_update(skip_locked=True).filter(name=_MARK).first()
         if mark is None:
             return 0
+        _commit_lazily()  # what is forgotten is counted again
         until = now - timedelta(seconds=policy.figures_lag_s)
         seen = read(Span(mark.until, mark.last_id or _FIRST_ID, until, policy.figures_batch))
         if seen.observations:
@@ -130,6 +132,11 @@ def fold_requests(read: Callable[[Span], Seen]) -> int:
         reached = seen.last if seen.last is not None and not is_all else (until, _LAST_ID)
         SweepMark.objects.filter(pk=mark.pk, until__lte=reached[0]).update(until=reached[0], last_id=reached[1])
         return seen.count
+
+
+def _commit_lazily() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {LAZILY}")
 
 
 def _fold(observations: Sequence[Observation], *, now: datetime) -> None:
@@ -383,6 +390,8 @@ def follow_uptime() -> int:
         with connection.cursor() as cursor:
             cursor.execute(_FOLLOW, values | _list_windows(lambda windows: windows.offline_s))
             begun = int(cursor.rowcount)
+        if not begun:
+            _commit_lazily()
         SweepMark.objects.filter(pk=mark.pk).update(until=now)
         return begun
 

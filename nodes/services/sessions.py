@@ -19,6 +19,7 @@ from django.db.models.expressions import RawSQL
 from django.db.models.functions import Now
 
 from core import hints
+from core.db.base import LAZILY
 from core.limits import limits
 from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
@@ -326,12 +327,12 @@ _REPORT_COLUMNS = """
     gpus jsonb, replicas jsonb, available jsonb, memory jsonb, queue_depth integer, avg_wait_ms integer,
     vram_used_mb integer, vram_free_mb integer, gpu_util_percent float8, epoch bigint, models varchar(200)[], endpoints jsonb
 """
-# Rows are locked in one order, because several gateways write at once.
+# Rows are locked in one order, because several gateways write at once. A node says all of it again with its next report.
 _WRITE_PRESENCES = f"""
 WITH reported AS (
 SELECT * FROM jsonb_to_recordset(%(reports)s::jsonb) AS r({_REPORT_COLUMNS})
 ), locked AS MATERIALIZED (
-SELECT reported.* FROM reported JOIN nodes_nodepresence AS p USING (node_id) ORDER BY node_id FOR UPDATE OF p
+SELECT reported.* FROM reported JOIN nodes_nodepresence AS p USING (node_id), {LAZILY} ORDER BY node_id FOR UPDATE OF p
 ), written AS (
 UPDATE nodes_nodepresence AS p
    SET connected = true,

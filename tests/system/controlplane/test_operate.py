@@ -151,7 +151,7 @@ def test_nodes_of_other_releases_are_named() -> None:
     make_gateway()
     make_node("old", agent_version="0.0.1")
     make_node("new", agent_version="99.0.0")
-    assert sorted(text.split(" run ")[1] for text, _advice in judge_versions()) == [
+    assert sorted(text.removeprefix("1 node runs ") for text, _advice in judge_versions()) == [
         "0.0.1, which is older", "99.0.0, which is newer than this server",
     ]  # fmt: skip
     part = next(part for part in read_parts() if part.name == "Versions of nodes")

@@ -288,7 +288,7 @@ def test_a_batch_costs_the_same_statements_for_one_node_as_for_many() -> None:
             assert update_figures() == count
         counts.append(len([one for one in queries if "SAVEPOINT" not in one["sql"]]))
     first, second = counts
-    assert second <= first <= 20, "the first one makes the mark, too"
+    assert second <= first <= 22, "the first one makes the mark, too"
 
 
 # What routing reads
