@@ -18,6 +18,7 @@ from django.db.migrations.executor import MigrationExecutor
 
 from controlplane.commands import Options, argument, command
 from controlplane.launcher.files import read_json, write_json
+from controlplane.launcher.postgres import explain_old_server
 from core.limits import limits
 from core.models import User
 from gateway.services.errors import NameTaken
@@ -29,6 +30,7 @@ from governance.audit import record_event
 from governance.errors import NeedsApproval
 from nodes.errors import Conflict
 from nodes.services.credentials import create_credential, create_provider, find_credential
+from wire import RELEASE
 from wire.credentials import CredentialKind, parse_keyid, verify_credential
 
 ACTOR = "system:bootstrap"
@@ -36,6 +38,9 @@ TENANT = "default"
 PROVIDER = "local"
 MODEL = "muster-tiny"
 USERNAME = "admin"
+WARNING = "warning: "
+"""With it begins what whoever started us shall be told."""
+_OURS = {"core", "gateway", "governance", "nodes"}
 
 
 @command(
@@ -45,7 +50,17 @@ USERNAME = "admin"
 )
 def bootstrap(options: Options) -> str:
     """Do it all; raises CommandError when the file cannot be written."""
+    with connection.cursor() as cursor:
+        major = cursor.connection.info.server_version // 10_000
+    if why := explain_old_server(major):
+        raise CommandError(why)
     executor = MigrationExecutor(connection)
+    if unknown := find_unknown(executor):
+        # What the release before may do, so that an upgrade of several processes has no gap.
+        sys.stdout.write(
+            f"{WARNING}the database is of a newer release ({unknown[0]} is unknown to {RELEASE}): this one goes on, without "
+            "what is new there\n"
+        )
     pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
     if pending:
         sys.stdout.write(f"bootstrap: {len(pending)} migrations to apply\n")
@@ -59,6 +74,13 @@ def bootstrap(options: Options) -> str:
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error.strerror}") from error
     return "bootstrap: done"
+
+
+def find_unknown(executor: MigrationExecutor) -> list[str]:
+    """Return the migrations of our apps that were applied and that this release does not have."""
+    own = {config.label for config in apps.get_app_configs() if config.name.partition(".")[0] in _OURS}
+    known = executor.loader.disk_migrations
+    return [f"{app}.{name}" for app, name in executor.loader.applied_migrations if app in own and (app, name) not in known]
 
 
 def make_credentials(kept: dict[str, object]) -> dict[str, object]:

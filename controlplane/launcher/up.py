@@ -304,8 +304,11 @@ class _Session:
             if process.poll() is None:
                 send_group(process.pid, signal.SIGKILL)
                 process.wait()
+        lines = [line.strip() for line in read_tail(log_path, since=before).splitlines() if line.strip()]
+        for line in lines:
+            if line.startswith("warning: "):
+                complain(line.removeprefix("warning: "))
         if status:
-            lines = [line.strip() for line in read_tail(log_path, since=before).splitlines() if line.strip()]
             raise LauncherError(
                 f"preparing the database failed: {lines[-1] if lines else f'status {status}'} (all of it: {log_path})"
             )

@@ -19,9 +19,10 @@ from psycopg import sql
 
 from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.files import replace_file
+from controlplane.launcher.postgres import explain_old_server
 from controlplane.operate.archive import Archive, Kept, Manifest, open_dump_writer, write_archive, write_rest
 from controlplane.operate.installation import SECRETS, Installation, Kind, enter, hold_database, read_secrets
-from controlplane.operate.postgres_tools import OLDEST_SERVER, dump, find_tools, restore
+from controlplane.operate.postgres_tools import dump, find_tools, restore
 from core.limits import limits
 from wire import COMMAND, RELEASE, clock
 from wire.limits import MIB
@@ -347,8 +348,8 @@ def connect(url: str, *, autocommit: bool = False) -> Iterator[Database]:
 def check_server(database: Database) -> int:
     """Return the major version of the server. Raises LauncherError when it is too old."""
     major = database.info.server_version // 10_000
-    if major < OLDEST_SERVER:
-        raise LauncherError(f"the server is PostgreSQL {major}; Muster needs {OLDEST_SERVER} or newer: upgrade it first")
+    if why := explain_old_server(major):
+        raise LauncherError(why)
     return major
 
 

@@ -28,9 +28,9 @@ from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.files import read_json
 from controlplane.launcher.installation import installation_path
 from controlplane.launcher.ports import describe_holder
+from controlplane.launcher.postgres import explain_old_server
 from controlplane.operate.backup import connect, find_unknown_migrations, read_migrations
 from controlplane.operate.installation import SECRETS, Installation, Kind, enter
-from controlplane.operate.postgres_tools import OLDEST_SERVER
 from controlplane.operate.status import ask
 from controlplane.tls import CertificateError, Pair
 from core.limits import limits
@@ -237,8 +237,8 @@ def check_database(subject: Subject) -> Iterator[Finding]:
         with connect(subject.database_url) as database:
             answered_ms = (clock.monotonic() - began_s) * 1000
             major = database.info.server_version // 10_000
-            if major < OLDEST_SERVER:
-                yield fail(f"the server is PostgreSQL {major}", f"Upgrade it to {OLDEST_SERVER} or newer")
+            if why := explain_old_server(major):
+                yield fail(why, "Dump it, and restore into the newer one")
             row = database.execute(
                 "SELECT current_setting('transaction_read_only'), current_setting('max_connections')::int, "
                 "(SELECT count(*) FROM pg_stat_activity), current_setting('server_encoding'), current_setting('fsync'), "

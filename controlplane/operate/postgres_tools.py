@@ -21,8 +21,6 @@ from controlplane.launcher.console import LauncherError
 from controlplane.launcher.postgres import find_package
 from core.limits import limits
 
-OLDEST_SERVER = 15
-"""The oldest PostgreSQL that Muster works with."""
 _VERSION = re.compile(r"\(PostgreSQL\) (\d+)")
 _TABLE = re.compile(r'dumping contents of table "public\.([^"]+)"')
 # What pg_restore of 17 and later begins with, and older servers do not know.

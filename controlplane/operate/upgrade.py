@@ -110,11 +110,9 @@ def judge_versions() -> list[tuple[str, str]]:
 
     said = []
     for version, count, order in count_runner_versions():
-        nodes = f"{count} node{'s' if count > 1 else ''}"
+        nodes = f"{count} nodes run" if count > 1 else "1 node runs"
         if order > 0:
-            said.append(
-                (f"{nodes} {version}, which is newer than this server", "Upgrade the server, or use its release there")
-            )
+            said.append((f"{nodes} {version}, which is newer than this server", "Upgrade the server, or use its release there"))
         elif order < 0:
             said.append((f"{nodes} {version}, which is older", "They work, and lack what is new: update them at leisure"))
     return said

@@ -68,11 +68,11 @@ NUMBERS: dict[str, str] = {
     "wire/optoken/op_token.py": "TOKEN_VERSION",
     # Formats, numbers and defaults of others: files, Linux, libraries.
     "controlplane/gateway_server/ws_protocol.py": "_BINARY _SHORT_BYTES",
-    "controlplane/launcher/postgres.py": "_READY_LINE",
+    "controlplane/launcher/postgres.py": "OLDEST_SERVER _READY_LINE",
     "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
     "controlplane/operate/status.py": "WELL ATTENTION NOT_RUNNING",
     "controlplane/operate/upgrade.py": "_ROWS_PER_S",
-    "controlplane/operate/postgres_tools.py": "OLDEST_SERVER _HEAD_BYTES _SINCE",
+    "controlplane/operate/postgres_tools.py": "_HEAD_BYTES _SINCE",
     "controlplane/launcher/demo.py": (
         "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16 _LOOK_S"
     ),

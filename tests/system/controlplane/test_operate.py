@@ -14,8 +14,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 from django.conf import LazySettings
+from django.core.management import call_command
 from django.db import connection, transaction
 
+from controlplane.commands import Command
 from controlplane.launcher.console import LauncherError
 from controlplane.operate.backup import check_server
 from controlplane.operate.chat import Chat, find_key, find_url, obey, read_stream
@@ -144,6 +146,17 @@ def test_upgrade_check_names_a_database_of_a_newer_release(services: Installatio
         finally:
             cursor.execute("DELETE FROM django_migrations WHERE name = '9999_later'")
     assert f"nodes.9999_later is unknown to {RELEASE}" in capsys.readouterr().out
+
+
+@pytest.mark.django_db
+def test_a_start_on_a_database_of_a_newer_release_goes_on_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("INSERT INTO django_migrations (app, name, applied) VALUES ('gateway', '9999_later', now())")
+    call_command(Command("bootstrap"), "--credentials", str(tmp_path / "credentials.json"))
+    said = capsys.readouterr().out
+    assert f"warning: the database is of a newer release (gateway.9999_later is unknown to {RELEASE})" in said
 
 
 @pytest.mark.django_db
