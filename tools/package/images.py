@@ -135,7 +135,9 @@ def _run_services(place: Workplace) -> Outcome:
 
 def _build_with_docker(place: Workplace) -> Outcome:
     if find_program("docker") is None:
-        return NotHere("there is no container engine: base images by digest, and everything of runner-cuda, were not built")
+        return NotHere("Docker is not installed: base images by digest, and everything of runner-cuda, were not built")
+    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
+        return NotHere("no Docker daemon answers: base images by digest, and everything of runner-cuda, were not built")
     if not (DOCKER / ".env").exists():
         return NotHere("docker/lock_images.sh has not been run")
     place.call("docker", "compose", "-f", DOCKER / "compose.yaml", "--profile", "node", "build", within_s=_WITHIN_S)
