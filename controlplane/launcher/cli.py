@@ -433,9 +433,7 @@ def _run_program(name: str, words: list[str]) -> None:
             own = [name, *own]
         case "bench" | "package":
             os.chdir(environment.ROOT)
-    if IS_CHECKOUT:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH", "")]))
-    os.execv(sys.executable, [sys.executable, "-m", program.module, *own])
+    environment.run_module(program.module, own)
 
 
 def name_node(words: list[str]) -> list[str]:
@@ -461,7 +459,7 @@ def _run_config(options: argparse.Namespace, rest: list[str], argv: list[str]) -
     if options.part == "node":
         environment.enter("runner", argv)
         switches = [*(["--json"] if options.as_json else []), *(["--check"] if options.is_check else [])]
-        os.execv(sys.executable, [sys.executable, "-m", "runner", "config", *switches, *rest])
+        environment.run_module("runner", ["config", *switches, *rest])
     environment.enter("server", argv)
     return run_config(options.data, as_json=options.as_json, is_check=options.is_check)
 

@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import os
 import re
+import runpy
 import select
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from controlplane.launcher.console import LauncherError, complain, pass_clock_on, progress, say
 from controlplane.launcher.files import FileLock, LockHeld, read_json, write_json
@@ -26,6 +27,7 @@ from wire import IS_CHECKOUT, clock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv"
+_IS_UNIX = hasattr(os, "fork")
 _STAMP = VENV / ".muster-installed.json"
 _LOCK = ROOT / ".venv.lock"
 SETS: dict[str, tuple[str, ...]] = {
@@ -52,6 +54,11 @@ def enter(name: str, argv: list[str]) -> None:
 
     Returns only when this process already runs inside it. Raises LauncherError.
     """
+    if not _IS_UNIX and (IS_CHECKOUT or name != "runner"):
+        raise LauncherError(
+            f"muster {argv[0]} runs on Linux and macOS. On Windows there is the node in front of a server of yours, from the "
+            "package: pipx run muster node --gateway URL --token-file FILE --backend URL"
+        )
     if not IS_CHECKOUT:
         _require_extras(name, argv[0])
         # Programs that we start import nothing from the folder a person happens to be in, which may have a ``core`` too.
@@ -62,6 +69,18 @@ def enter(name: str, argv: list[str]) -> None:
         python = str(venv_python())
         pass_clock_on()
         os.execv(python, [python, str(ROOT / "muster"), *argv])
+
+
+def run_module(module: str, words: Sequence[str]) -> NoReturn:
+    """Go on as a module of ours in this environment, as ``python -m`` would run it."""
+    if _IS_UNIX:
+        if IS_CHECKOUT:
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        os.execv(sys.executable, [sys.executable, "-m", module, *words])
+    # Windows would start the module beside us, and give the terminal back at once.
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit(0)
 
 
 def _require_extras(name: str, command: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import tempfile
@@ -77,6 +76,8 @@ class FileLock:
 
         Raises LockHeld when somebody else has it after ``within_s``, OSError when the file cannot be opened.
         """
+        import fcntl  # Windows has none, and a node there takes none of these locks
+
         until, is_told = clock.monotonic() + within_s, False
         # O_CLOEXEC: a child that inherited the descriptor would hold the lock after us.
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -116,9 +117,11 @@ class FileLock:
 def read_holder(path: Path) -> int | None:
     """Return the process id of whoever holds the lock on ``path``, or None when nobody does."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
     except OSError:
         return None
+    import fcntl  # as above
+
     try:
         # Shared, so that of two who ask at once neither takes the other for the holder.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

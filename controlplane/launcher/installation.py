@@ -97,6 +97,8 @@ def default_data() -> Path:
         return ROOT / ".muster"
     if sys.platform == "darwin":
         return Path("~/Library/Application Support/muster").expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path("~/AppData/Local").expanduser()) / "muster"
     given = os.environ.get("XDG_DATA_HOME", "")
     # The specification has everybody ignore one that is relative.
     return (Path(given) if given.startswith("/") else Path("~/.local/share").expanduser()) / "muster"

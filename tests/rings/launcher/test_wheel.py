@@ -48,3 +48,22 @@ def test_an_installed_node_names_the_extra_that_a_command_lacks_and_the_place_of
     status, help_text = say("node", "--help")
     assert (status, "--gateway" in help_text) == (0, True)
     assert not Path(here, "kept").exists()
+
+
+def test_an_installed_node_starts_on_windows_and_whatever_else_is_refused_there_in_words(place: Workplace) -> None:
+    muster = place.make_once("runner", installed.make_node) / "bin" / "muster"
+    variables = {"HOME": str(place.make_folder("windows")), "PATH": os.defpath, "PYTHONPATH": str(ROOT / "tests/fakes/windows")}
+
+    def say(*words: str) -> tuple[int, str]:
+        ended = subprocess.run([muster, *words], cwd="/", env=variables, capture_output=True, text=True, check=False)
+        return ended.returncode, ended.stdout + ended.stderr
+
+    for words, status, said in (
+        (("node", "--standalone"), 2, "on Windows give --backend URL"),
+        (("node", "--help"), 0, "--backend URL"),
+        (("--help",), 0, "muster COMMAND --help"),
+        (("down",), 0, "Not running: "),
+        (("up",), 1, "muster: muster up runs on Linux and macOS. On Windows there is the node"),
+    ):
+        ended = say(*words)
+        assert (ended[0], said in ended[1], "Traceback" in ended[1]) == (status, True, False), ended[1]
