@@ -31,7 +31,7 @@ from governance.errors import ApprovalRefused
 from governance.web.pages import STRICT_PATHS, close_page
 from wire.contract import ErrorCode
 
-PAGE_PREFIXES = ("/admin/", "/static/")
+PAGE_PREFIXES = ("/admin/", "/static/", "/tenants/")
 """Paths that answer with pages. STRICT_PATHS do unless JSON was asked for; all others answer JSON, except a browser's 404."""
 DATABASE_AWAY = (OperationalError, InterfaceError)
 """What Django raises while the database refuses, says nothing, or takes too long, be it for a lock that somebody holds."""

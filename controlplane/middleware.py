@@ -22,7 +22,7 @@ OFFLINE_PAGE = f"{settings.STATIC_URL}governance/offline.html"
 OFFLINE_POLICY = "frame-ancestors 'none'"
 """That page is one file that is also opened from a disk: it brings the rest of its policy itself, with hashes."""
 
-GOVERNED_PATHS = ("/admin/", "/approvals/")
+GOVERNED_PATHS = ("/admin/", "/approvals/", "/tenants/")
 OPEN_PATHS = ("/admin/login/", "/admin/logout/", "/admin/checklist/hide/", "/admin/playground/code")
 """Posts that change nothing, or only the session or what the person is shown: the last writes programs."""
 PROGRAM_PATHS = ("/api/", "/healthz", "/metrics", "/nodes", "/requests")

@@ -26,6 +26,7 @@ from django.views.decorators.http import require_safe
 
 from core.limits import limits
 from core.models import User
+from core.roles import has_tenants
 from governance.alerts import count_open_problems
 from governance.operations.queries import count_waiting_for
 from governance.people import may_propose, may_see_operations
@@ -137,6 +138,9 @@ ENTRIES = (
             others=("approvals:draft_policy", "approvals:freeze")),
     ), count_approvals),
     Entry(gettext_lazy("Access"), "key", (
+        Tab(gettext_lazy("My tenants"), "apartment", "tenants:list", is_for_all=True, allows=has_tenants, others=tuple(
+            f"tenants:{name}" for name in ("tenant", "add-key", "rotate-key", "revoke-key", "add-member", "remove-member")
+        )),
         Tab(gettext_lazy("API keys"), "key", "gateway.apikey"),
         Tab(gettext_lazy("Tenants"), "apartment", "gateway.tenant"),
         Tab(gettext_lazy("People"), "group", "controlplane.user"),

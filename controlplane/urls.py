@@ -56,6 +56,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("admin/playground/", include("controlplane.playground.views")),
     path("admin/usage/", include("gateway.admin.usage")),
     path("admin/", admin.site.urls),
+    path("tenants/", include("gateway.admin.own_tenants")),
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),
     path("language", set_language, name="set_language"),
     path("healthz", show_health, name="healthz"),

@@ -921,6 +921,8 @@ class GatewayLimits:
     # Few, because each may hold megabytes.
     kept_batch: int = bound(200, "rows", "One statement deletes no more expired answers.")
     # Pages
+    page_own_days: int = bound(30, "days", "A page of a tenant for its members sums no earlier usage up.")
+    page_own_requests: int = bound(50, "requests", "Further requests of a tenant are on the next page for its members.")
     page_choices: int = bound(200, "choices", "A filter offers no more.")
     page_request_rows: int = bound(50, "requests", "A page of requests shows no more.")
     page_scanned_first: int = bound(1_000, "records", "A page looks through so many first for what has no index.")

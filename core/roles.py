@@ -153,6 +153,11 @@ def find_tenants(who: Asker, permission: str) -> frozenset[str] | None:
     return who.rights.find_tenants(permission)
 
 
+def has_tenants(person: User | AnonymousUser) -> bool:
+    """Return whether somebody is a member of tenants and has no list of all of them."""
+    return bool(find_tenants(person, SEE_TENANT))
+
+
 def limit_rows(rows: QuerySet[Rows], who: Asker, permission: str, *, tenant: str) -> QuerySet[Rows]:
     """Return those of ``rows`` that somebody may see; ``tenant``: the path to the name of a row's tenant."""
     names = find_tenants(who, permission)

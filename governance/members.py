@@ -54,6 +54,7 @@ def set_member(*, person: User, tenant: str, role: Role, actor: str, is_from_iss
     """Make a person a member of a tenant, or give a member another role there. Raises NotPermitted for another kind of role."""
     if not role.is_of_tenant:
         raise NotPermitted(_("The role %(role)s is for the whole installation.") % {"role": role}, param="role")
+    make_role_groups()
     row, is_new = Membership.objects.get_or_create(
         user_id=person.pk, tenant=tenant, defaults={"role": role.value, "is_from_issuer": is_from_issuer}
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 from django.contrib.auth import authenticate, get_user_model
 from django.contrib.auth.models import AnonymousUser
+from django.core.exceptions import ValidationError
 from django.db import transaction
 from django.db.models import Exists
 from django.http import HttpRequest
@@ -20,10 +21,11 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext as _
 
 from core.limits import limits
-from core.roles import PROPOSE, SEE_OPERATIONS, may
+from core.roles import PROPOSE, SEE_OPERATIONS, Role, may
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
 from governance.keys import enrol_passkey, find_passkey, note_use
+from governance.members import set_member
 from governance.models import ApproverKey, Invitation, PolicyVersion
 from governance.operations.approvals import active_policy
 from governance.passwords import REFUSAL, book_code, book_try, forgive, has_app, spend_code
@@ -186,6 +188,35 @@ def create_invitation(*, user: User, actor: str, hours: int = 72) -> tuple[Invit
         detail={"invitation": invitation.pk, "hours": hours},
     )
     return invitation, text
+
+
+@transaction.atomic
+def invite_member(*, name: str, email: str, tenant: str, role: Role, actor: str, may_add_known: bool) -> str:
+    """Make somebody a member of a tenant; return the text of the invitation of a new person, "" for one who is known.
+
+    ``may_add_known``: whoever may only invite to a tenant gets no link to the account of somebody who is here already, and adds
+    nobody without their knowing. Raises NotPermitted.
+    """
+    people = get_user_model()
+    known = people.objects.filter(username__iexact=name).first()
+    if known is not None:
+        if not may_add_known:
+            raise NotPermitted(
+                _("There is somebody of this name. Ask an owner of this installation to add them."), param="name"
+            )
+        set_member(person=known, tenant=tenant, role=role, actor=actor)
+        return ""
+    if settings.OIDC is not None and settings.LOCAL_SIGN_IN == "owners":
+        text = _("People sign in with %(name)s here: a group of it makes somebody a member.")
+        raise NotPermitted(text % {"name": settings.OIDC.name})
+    try:
+        people.username_validator(name)
+    except ValidationError:
+        raise NotPermitted(_("A username has letters, digits and @ . + - _ only."), param="name") from None
+    person = people.objects.create_user(name, email=email)
+    record_event(actor=actor, action="operator.create", target=name, detail={"fields": ["username"]})
+    set_member(person=person, tenant=tenant, role=role, actor=actor)
+    return create_invitation(user=person, actor=actor)[1]
 
 
 def make_invitation_url(text: str) -> str:

@@ -216,7 +216,7 @@ def show_usage(request: HttpRequest) -> HttpResponse:
         "others": Used(others, _share(asked, others, total)) if others is not None else None,
         "total": Used(total, 100.0),
         "currency": settings.CURRENCY,
-        "budgets": [_show_budget(one) for one in read_budget_states(tenant=asked.tenant)],
+        "budgets": [show_budget(one) for one in read_budget_states(tenant=asked.tenant)],
         "counted_until": read_counted_until(),
         "counted_since": first if first is not None and first > pairs.starts[0] else None,
         "export": asked.query(),
@@ -350,7 +350,7 @@ def _list_rows(asked: Asked, named: Iterable[Named], total: Sums) -> list[UsageR
     return rows
 
 
-def _show_budget(state: BudgetState) -> BudgetRow:
+def show_budget(state: BudgetState) -> BudgetRow:
     kind = state.budget.kind
     if state.level is BudgetLevel.USED_UP:
         words = _("used up: further requests are refused") if state.budget.is_hard else _("used up: webhooks were told")

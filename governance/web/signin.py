@@ -22,6 +22,7 @@ from django.utils.translation import gettext as _
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from core.limits import limits
+from core.roles import has_tenants
 from governance import oidc
 from governance.errors import NotPermitted, SignInRefused
 from governance.keys import has_passkeys, list_passkey_ids
@@ -353,4 +354,4 @@ def find_next(request: HttpRequest, user: User) -> str:
         return wanted
     if user.is_staff or may_see_operations(user):
         return reverse("admin:index" if user.is_staff else "approvals:inbox")
-    return reverse("signin:keys")
+    return reverse("tenants:list" if has_tenants(user) else "signin:keys")

@@ -15,6 +15,7 @@ from functools import cache
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -42,14 +43,18 @@ from wire import clock
 pytestmark = pytest.mark.django_db
 
 TABLE = Path(__file__).parents[2] / "permissions.toml"
-PEOPLE = ("anybody", "no role", "approver", "viewer", "operator", "owner", "tenant admin", "tenant viewer")
+PEOPLE = ("anybody", "no role", "approver", "viewer", "operator", "owner", "tenant admin", "tenant viewer", "other tenant")
 TOKENS = (
     "no token", "approver", "viewer", "operator", "owner", "before roles", "tenant admin", "expired", "viewer's of an approver",
 )  # fmt: skip
 """The last: a token with the role viewer whose person is an approver alone."""
-PROGRAMS = ("api/", "requests", "^nodes", "^api/")
+PROGRAMS = ("api/", "metrics", "requests", "^nodes", "^api/")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-SAMPLES = {"int": "1", "str": "x", "path": "x", "slug": "x", "uuid": f"{0:032x}", "operation": f"op_{'0' * 32}"}
+SAMPLES = {"int": "1", "str": "x", "path": "x", "slug": "x", "uuid": str(UUID(int=1)), "operation": f"op_{'0' * 32}"}
+PARTS = {
+    "tenant_id": "gateway.tenant", "key_id": "gateway.apikey", "member_id": "controlplane.membership",
+}  # fmt: skip
+"""Of the pages of tenants: which row a part of an address names."""
 WAYS_IN = ("/sign-in/", "/admin/login/")
 
 
@@ -80,7 +85,8 @@ def fill(route: str, rows: Mapping[str, str]) -> str:
         while f"<{name}:" in path:
             head, _, tail = path.partition(f"<{name}:")
             word, _, rest = tail.partition(">")
-            sample = rows.get(model, "x") if word == "object_id" else SAMPLES[name]
+            named = model if word == "object_id" else PARTS.get(word, "") if route.startswith("tenants/") else ""
+            sample = rows.get(named, "x") if word == "object_id" else rows.get(named, SAMPLES[name])
             path = head + sample + rest
     return "/" + path.replace("<id>", rows.get(model, "1"))
 
@@ -90,6 +96,7 @@ def make_rows() -> dict[str, str]:
     node = make_node("rack-1")
     make_presence(node)
     make_key("notebook", tenant="research")
+    set_member(person=User.objects.create_user("sam"), tenant="research", role=Role.TENANT_VIEWER, actor="t")
     found = {}
     for model in apps.get_models():
         row = model._default_manager.first()
@@ -104,6 +111,9 @@ def make_person(who: str) -> User | AnonymousUser:
     person = User.objects.create_user(f"the-{who.replace(' ', '-')}")
     if who in {"tenant admin", "tenant viewer"}:
         set_member(person=person, tenant="research", role=Role(who.replace(" ", "-")), actor="t")
+        return User.objects.get(pk=person.pk)
+    if who == "other tenant":
+        set_member(person=person, tenant="sales", role=Role.TENANT_ADMIN, actor="t")
         return User.objects.get(pk=person.pk)
     roles = [] if who == "no role" else [Role(who)]
     return User.objects.get(pk=change_roles(person=person, roles=roles, actor="t").pk)
@@ -182,7 +192,9 @@ class Asker:
         leads_in = status == 302 and (
             (location.startswith(WAYS_IN) and not path.startswith("/sign-in")) or "?next=" in location
         )
-        return "out" if leads_in or status in {401, 403, 429} else "in"
+        # A tenant is not there for who is no member.
+        is_hidden = status == 404 and path.startswith("/tenants/")
+        return "out" if leads_in or is_hidden or status in {401, 403, 429} else "in"
 
 
 async def _wait(answer: Awaitable[HttpResponse]) -> HttpResponse:

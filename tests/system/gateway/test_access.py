@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from django.db import connections
 from django.test import Client, override_settings
 from django.urls import URLPattern
 
+from core.roles import Role, make_role_groups
 from gateway.dialects.surface import SURFACES
 from gateway.models import ApiKey, StoredResponse
 from gateway.process import GatewayRuntime
@@ -25,7 +28,7 @@ from gateway.services.keys import create_api_key
 from gateway.services.responses import keep_response
 from gateway.services.tenants import change_response_policy, create_tenant
 from gateway.urls import make_application
-from governance.admin_tokens import create_admin_token
+from governance.admin_tokens import Grant, create_admin_token
 from governance.models import PolicyVersion
 from nodes.services.certificates import KnownAuthority
 from tests.fakes.asgi_client import on_our_server
@@ -160,6 +163,30 @@ async def test_no_key_of_a_tenant_opens_what_is_for_operators_and_gateways(gatew
         assert bool(statuses & REFUSED) != path.startswith(HIDDEN), path
     for path, key in (("/v1/models", gateway.stranger), ("/admin/keys", gateway.admin)):
         assert (await gateway.ask("GET", path, key)).status_code == 200, path
+
+
+@sync_to_async
+def make_tokens() -> dict[str, str]:
+    make_role_groups()
+    grants = {role.value: Grant(role.value) for role in (Role.VIEWER, Role.OPERATOR, Role.APPROVER, Role.OWNER)}
+    grants |= {"before roles": Grant(), "tenant admin": Grant("tenant-admin", "acme")}
+    return {who: create_admin_token(name=who, actor=ACTOR, grant=grant)[1] for who, grant in grants.items()}
+
+
+async def test_an_admin_token_opens_what_its_role_is_for_and_no_more(gateway: Gateway) -> None:
+    table = tomllib.loads((Path(__file__).parents[2] / "permissions.toml").read_text(encoding="utf-8"))
+    lines, words = table["gateway"], table["words"]
+    routes = [pattern for pattern in gateway.routes if pattern.startswith(("^admin/", "^metrics"))]
+    assert sorted(lines) == sorted(routes)
+
+    def holds(who: str, names: str) -> bool:
+        return any(name == who or (name in words and holds(who, words[name])) for name in map(str.strip, names.split(",")))
+
+    for who, token in (await make_tokens()).items():
+        for route in routes:
+            statuses = {method: (await gateway.ask(method, fill(route), token)).status_code for method in METHODS}
+            let_in = {method for method, status in statuses.items() if status not in REFUSED | {405}}
+            assert let_in - {"HEAD"} == {method for method, names in lines[route].items() if holds(who, names)}, (who, route)
 
 
 async def test_what_belongs_to_a_tenant_is_unknown_to_every_other_one(gateway: Gateway) -> None:
