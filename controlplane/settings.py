@@ -64,7 +64,9 @@ INSTALLED_APPS = [
     "drf_spectacular",
     "drf_spectacular_sidecar",
     # Single sign-on: what it speaks with an issuer, and the accounts that people have there. None of its pages is mounted.
-    *(["allauth.account", "allauth.socialaccount"] if ADMIN_PAGES else []),
+    # In every process: whichever migrates has to know their tables.
+    "allauth.account",
+    "allauth.socialaccount",
     "core.apps.CoreConfig",
     "governance.apps.GovernanceConfig",
     "nodes.apps.NodesConfig",
@@ -84,7 +86,7 @@ MIDDLEWARE = [
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "controlplane.middleware.SessionMiddleware",
-    *(["allauth.account.middleware.AccountMiddleware"] if ADMIN_PAGES else []),  # allauth does not start without it
+    "allauth.account.middleware.AccountMiddleware",  # allauth does not start without it
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]

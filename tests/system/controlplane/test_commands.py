@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from django.apps import apps
 from django.conf import settings
 from django.core.checks.registry import registry
 from django.core.management import CommandError, call_command
@@ -402,3 +404,11 @@ def test_a_real_control_plane_counts_the_approval(key: Path, tmp_path: Path, cap
     assert (decision.person, decision.is_approval) == (team[1].user, True)
     assert decision.key is not None
     assert decision.key.kind == "ed25519"
+
+
+def test_a_process_without_pages_migrates_the_same_tables() -> None:
+    told = "print(*sorted(model._meta.db_table for model in apps.get_models()))"
+    program = f"import django; django.setup(); from django.apps import apps; {told}"
+    environment = {**os.environ, "MUSTER_ADMIN_PAGES": "0", "DJANGO_SETTINGS_MODULE": "controlplane.settings"}
+    bare = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert bare.stdout.split() == sorted(model._meta.db_table for model in apps.get_models())
