@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 from cryptography import x509
@@ -13,6 +16,7 @@ from cryptography.hazmat.primitives import serialization
 
 from controlplane.env import SettingError, list_variables, read_path
 from controlplane.tls import CertificateError, Pair, ServedCertificate, explain_time, list_hosts, load_pair, make_context
+from core.limits import limits
 from tests.fakes.clock import VirtualClock
 from tests.fakes.tls import Authority, shake_hands
 from wire import clock
@@ -96,6 +100,44 @@ def test_of_a_broken_renewal_nothing_is_taken_over(tmp_path: Path, caplog: pytes
     write_pair(tmp_path)
     assert served.reload()
     assert shake_hands(context, TRUST, "localhost") != shown
+
+
+class Loop:
+    """What a certificate asks of a server's loop."""
+
+    def __init__(self) -> None:
+        self.on_signal: dict[int, Callable[[], object]] = {}
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def add_signal_handler(self, number: int, call: Callable[[], object]) -> None:
+        self.on_signal[number] = call
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.due.append((delay_s, call))
+
+
+def test_changed_files_are_taken_over_at_the_next_look_and_on_a_signal_at_once(tmp_path: Path) -> None:
+    context, loop = make_context(), Loop()
+    served = ServedCertificate(write_pair(tmp_path), partial(load_pair, context))
+    served.open()
+    served.watch(cast("asyncio.AbstractEventLoop", loop))
+    seen = [shake_hands(context, TRUST, "localhost")]
+
+    def look() -> bytes:
+        delay_s, call = loop.due.pop()
+        assert (delay_s, loop.due) == (limits().core.tls_look_s, [])
+        call()
+        return shake_hands(context, TRUST, "localhost")
+
+    assert look() == seen[0], "nothing has changed"
+    (tmp_path / "key.pem").rename(tmp_path / "aside")
+    assert look() == seen[0], "they are being replaced"
+    write_pair(tmp_path)
+    seen.append(look())
+    write_pair(tmp_path)
+    loop.on_signal[signal.SIGHUP]()
+    seen.append(shake_hands(context, TRUST, "localhost"))
+    assert len(set(seen)) == 3
 
 
 def test_a_path_that_is_a_key_is_refused_without_being_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
