@@ -15,7 +15,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from controlplane.env import read_log_level, report_setting_errors
+from controlplane.env import list_alias_notes, report_setting_errors
 
 report_setting_errors()
 # The control plane runs Django's checks at its start. Here they would load every URL and page just to look at them.
@@ -24,6 +24,7 @@ os.environ.setdefault("CELERY_SKIP_CHECKS", "1")
 from celery import bootsteps, signals
 from celery.apps.worker import Worker
 from celery.beat import ScheduleEntry, Scheduler, Service
+from django.conf import settings
 from django.db import InterfaceError, OperationalError
 
 from controlplane.celery import app
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         # Tasks are short and few, so two threads do: no second copy of Django in memory.
         pool="threads",
         concurrency=2,
-        loglevel=read_log_level("MUSTER_LOG_LEVEL"),
+        loglevel=settings.LOG_LEVEL,
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=True,
@@ -140,6 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     if ready_file is not None:
         # Strongly held: Celery keeps only a weak reference to a receiver unless told otherwise.
         signals.worker_ready.connect(lambda **_: ready_file.write_text(f"{os.getpid()}\n", encoding="ascii"), weak=False)
+    for line in list_alias_notes():
+        logger.info("settings.alias %s", line)
     worker.start()
     return int(worker.exitcode or 0)
 

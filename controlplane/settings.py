@@ -289,6 +289,7 @@ _LOG_FORMAT = read_choice("MUSTER_LOG_FORMAT", dict.fromkeys(LOG_FORMATS, ""))
 LOG_FORMAT = choose_format(_LOG_FORMAT, is_terminal=sys.stderr.isatty())
 # Whether gateways write a line for each request: on, errors (those that were not served) or off.
 ACCESS_LOG = read_choice("MUSTER_ACCESS_LOG", {"on": "", "errors": "", "off": ""})
+LOG_LEVEL = read_log_level("MUSTER_LOG_LEVEL")
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -300,7 +301,7 @@ LOGGING = {
         },
     },
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "root": {"handlers": ["stderr"], "level": read_log_level("MUSTER_LOG_LEVEL")},
+    "root": {"handlers": ["stderr"], "level": LOG_LEVEL},
     # uvicorn logs the query string of worker sockets, where a legacy worker puts its secret.
     "loggers": {
         "uvicorn.error": {"level": "WARNING"},
