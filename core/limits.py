@@ -230,9 +230,14 @@ class NodeLimits:
         setting="MUSTER_BRIDGE_PONG_WINDOW_S",
         minimum=0.1,
     )
-    # It answers with what it serves by then.
+    # ModelRelay's worker answers with all that its backend lists, whatever it was started with; and where the backend does not
+    # answer, its session ends with all that runs there.
     bridge_refresh_s: float = bound(
-        60.0, "s", "A bridge v1 worker is asked for its models again.", setting="MUSTER_BRIDGE_REFRESH_S", minimum=1
+        0.0,
+        "s",
+        "An idle bridge v1 worker is asked what its backend lists, which replaces its models; 0 = only one that was "
+        "to find out and could not.",
+        setting="MUSTER_BRIDGE_REFRESH_S",
     )
     agent_heartbeat_s: float = bound(
         15.0, "s", "An agent is told to report this often.", setting="MUSTER_AGENT_HEARTBEAT_S", minimum=0.1

@@ -345,6 +345,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         self.link = link
         self._until_registered.close()
         link.send_message(self._acknowledge(effect, opened))
+        if not (effect.models or self.protocol.speaks_muster):  # its backend did not answer when it was started
+            link.send_message(bridge.ModelsRefresh(reason="no models"))
         if effect.message.ticket_url:
             channel.tickets.welcome(link, effect.message)
         SESSIONS.labels(effect.protocol).inc()

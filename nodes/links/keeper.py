@@ -149,6 +149,7 @@ class LinkKeeper:
             if isinstance(link, RelayLink) and not link.session.speaks_muster and not link.drain_then_close:
                 message = bridge.GracefulShutdown(reason="server shutdown", drain_timeout_secs=round(drain_s))
                 link.send_message(message)
+                link.node_draining = True  # one more request, a peer's for example, would end its session
 
     def cut_off(self, credentials: Collection[int]) -> None:
         """Let go of every node that connected with one of these credentials: they were revoked."""
@@ -374,6 +375,13 @@ class LinkKeeper:
             link.drain_then_close = False
             link.close("graceful shutdown timed out" if overdue else "graceful shutdown complete")
 
+    def _refresh_models(self, link: RelayLink, now: float) -> None:
+        """Ask a bridge v1 worker that has no models for them, and others every so often where that is wanted."""
+        every_s = self._limits.bridge_refresh_s
+        if not link.models or (every_s and now >= link.refresh_at):
+            link.refresh_at = now + every_s
+            link.send_message(bridge.ModelsRefresh(reason="periodic" if link.models else "no models"))
+
     def _check_socket(self, link: RelayLink, now: float) -> None:
         if link.silence_s >= link.windows.offline_s:
             self.registry.remove(link, "the node stopped answering")
@@ -382,9 +390,8 @@ class LinkKeeper:
         if now >= link.ping_at:
             link.ping_at = now + link.ping_interval_s
             link.send_message(bridge.Ping(timestamp_unix_ms=clock.unix_ms()))
-            if (now >= link.refresh_at or not link.models) and not link.session.speaks_muster:
-                link.refresh_at = now + self._limits.bridge_refresh_s
-                link.send_message(bridge.ModelsRefresh(reason="periodic"))
+            if not (link.session.speaks_muster or link.active):
+                self._refresh_models(link, now)
 
 
 def _list_offer(row: NodeRow | None) -> tuple[object, ...]:

@@ -152,24 +152,28 @@ async def test_a_request_that_takes_too_long_is_cancelled_as_a_timeout(fleet_row
         await worker.close()
 
 
-async def test_a_worker_is_asked_for_its_models_and_what_it_says_is_served(fleet: Fleet, dial: Dial) -> None:
-    worker = await dial(models=["tight"])
-    await fleet.until(lambda: worker.of_kind("models_refresh"))
-    assert worker.texts[-1] == '{"type":"models_refresh","reason":"periodic"}'
-    worker.say({"type": "models_update", "models": ["m"], "current_load": 0})
-    await fleet.settle()
-    answer = fleet.ask("m")
-    worker.complete(await worker.next_request(), WHOLE)
-    await answer.done()
-    assert answer.status == 200
+async def test_a_worker_is_asked_for_its_models_where_the_operator_wants_that(fleet_rows: Rows) -> None:
+    set_limits(nodes={"bridge_refresh_s": 20.0})
+    async with Fleet(rows=fleet_rows) as fleet:
+        worker = await BridgeWorker.dial(fleet, models=["tight"])
+        await fleet.until(lambda: worker.of_kind("models_refresh"))
+        assert worker.texts[-1] == '{"type":"models_refresh","reason":"periodic"}'
+        worker.say({"type": "models_update", "models": ["m"], "current_load": 0})
+        await fleet.settle()
+        answer = fleet.ask("m")
+        worker.complete(await worker.next_request(), WHOLE)
+        await answer.done()
+        assert answer.status == 200
+        await worker.close()
 
 
 async def test_a_worker_whose_backend_was_away_serves_once_that_says_its_models(fleet: Fleet, dial: Dial) -> None:
     worker = await dial(name="early", models=["*"])
-    (ack,) = worker.frames
+    ack, asked = worker.frames
     assert (ack["models"], "it is asked again" in ack["warnings"][0]) == ([], True)
+    assert asked == {"type": "models_refresh", "reason": "no models"}
     began = fleet.loop.time()
-    await fleet.until(lambda: worker.of_kind("models_refresh"))
+    await fleet.until(lambda: len(worker.of_kind("models_refresh")) == 2)
     assert fleet.loop.time() - began <= limits().nodes.bridge_ping_interval_s + limits().gateway.tick_s
     worker.say({"type": "models_update", "models": ["m"], "current_load": 0})
     await fleet.settle()

@@ -440,17 +440,30 @@ async def test_a_silent_box_is_let_go_and_a_quiet_one_is_pinged(setting: Setting
     assert box.kicks == [(1000, "worker heartbeat timed out")]
 
 
-async def test_a_bridge_worker_is_asked_for_its_models_again_and_again() -> None:
-    set_limits(nodes={"bridge_refresh_s": 30.0})
+@pytest.mark.parametrize(
+    ("every_s", "models", "is_running", "asked"),
+    [
+        (0.0, {"m"}, False, []),
+        (30.0, {"m"}, False, ["periodic"] * 2),
+        (30.0, {"m"}, True, []),
+        (0.0, set(), False, ["no models"] * 6),
+    ],
+    ids=["as it was started", "by the setting", "not while something runs", "without models"],
+)
+async def test_a_bridge_worker_is_asked_for_its_models_where_that_takes_nothing_from_anybody(
+    every_s: float, models: set[str], is_running: bool, asked: list[str]
+) -> None:
+    set_limits(nodes={"bridge_refresh_s": every_s})
     with virtual_clock() as time_:
         setting = Setting()
         worker, box = setting.box(BRIDGE_V1, instance_id=""), setting.box()
+        setting.registry.update_models(worker.link, frozenset(models))
+        worker.link.active = int(is_running)
         for _ in range(90):
             time_.advance(1.0)
             worker.link.last_seen = box.link.last_seen = clock.awake()
             setting.keeper.tick()
-    asked = [m for m in worker.messages() if isinstance(m, bridge.ModelsRefresh)]
-    assert asked == [bridge.ModelsRefresh(reason="periodic")] * 2
+    assert [m.reason for m in worker.messages() if isinstance(m, bridge.ModelsRefresh)] == asked
     assert not [m for m in box.messages() if isinstance(m, bridge.ModelsRefresh)], "it says so itself"
 
 
@@ -460,6 +473,7 @@ async def test_a_gateway_that_stops_tells_workers_to_finish_and_what_it_cuts_is_
     setting.keeper.announce_stop(30.0)
     assert worker.messages()[1:] == [bridge.GracefulShutdown(reason="server shutdown", drain_timeout_secs=30)]
     assert (box.messages(), ends.ends, worker.kicks) == ([], [], [])
+    assert not worker.link.can_take(time.monotonic()), "one more request would end its session"
     worker.link.end_streams(EndKind.RECLAIMED, "the gateway stops", reason=bridge.CANCEL_SERVER_SHUTDOWN)
     (cancel,) = [m for m in worker.messages() if isinstance(m, bridge.Cancel)]
     assert (cancel.request_id, cancel.reason, ends.kinds) == ("req_1", "server_shutdown", [EndKind.RECLAIMED])
