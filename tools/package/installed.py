@@ -152,7 +152,8 @@ def run_as(place: Workplace, name: str, uid: int, commands: Sequence[tuple[str, 
 def _run_commands(person: Person, muster: Path, commands: Sequence[tuple[str, ...]], log: Path) -> None:
     for words in commands:
         status = person.start(muster, *words, log=log).wait(timeout=_NODE_S)
-        if status:
+        # Of an installation that is seconds old, ``status`` may well say that something needs attention.
+        if status > int(words == ("status",)):
             raise CheckFailed(f"`muster {' '.join(words)}` ended with status {status}:\n{_tail(log)}")
         if "./muster" in log.read_text(encoding="utf-8"):
             raise CheckFailed(f"`muster {' '.join(words)}` speaks of ./muster, which an installed package has not")
