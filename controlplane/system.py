@@ -128,7 +128,10 @@ def look_at_gateways() -> Part:
     found = read_gateways()
     silent = [gateway for gateway in found if not gateway.is_alive]
     facts = tuple(
-        (gateway.name, _("heartbeat %(age)s ago") % {"age": print_duration(gateway.silent_s)})
+        (
+            f"{gateway.name} · {gateway.release}" if gateway.release else gateway.name,
+            _("heartbeat %(age)s ago") % {"age": print_duration(gateway.silent_s)},
+        )
         for gateway in found[: limits().console.search_rows]
     )
     name, url = _("Gateways"), reverse("admin:gateway_gatewayprocess_changelist")
@@ -138,6 +141,10 @@ def look_at_gateways() -> Part:
     if silent:
         what = _("%(name)s writes no heartbeat.") % {"name": silent[0].name}
         return Part(name, Sign.ATTENTION, what, _("It died, or it cannot reach the database. Look at its log."), facts, url)
+    others = [gateway for gateway in found if gateway.release != RELEASE]
+    if others:
+        what = _("%(name)s is a gateway of another release than this server.") % {"name": others[0].name}
+        return Part(name, Sign.ATTENTION, what, _("That is well while you upgrade. Restart it with this release."), facts, url)
     alive = len(found)
     what = ngettext("%(count)s gateway is alive.", "%(count)s gateways are alive.", alive) % {"count": alive}
     return Part(name, Sign.OK, what, facts=facts, url=url)

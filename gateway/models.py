@@ -222,6 +222,7 @@ class GatewayProcess(models.Model):
     host = models.CharField(max_length=120)
     pid = models.PositiveIntegerField()
     internal_url = models.CharField(max_length=300, blank=True, help_text="Where other gateways reach this one")
+    release = models.CharField(max_length=40, blank=True, default="", db_default="", help_text="Version of Muster that it runs")
     started_at = models.DateTimeField(auto_now_add=True)
     heartbeat_at = models.DateTimeField(db_index=True)
     stopped_at = models.DateTimeField(null=True, blank=True)

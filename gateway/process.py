@@ -67,7 +67,7 @@ from nodes.services.sessions import KnownNodes, write_presences
 from nodes.services.tickets import KnownKey, load_ticket_keys
 from nodes.states import DrainCount, NodeRow
 from nodes.tickets import Refusals
-from wire import clock
+from wire import RELEASE, clock
 from wire.bridge import CANCEL_SERVER_SHUTDOWN, TicketUsage
 from wire.ids import new_uuid7
 from wire.traces import open_traces
@@ -539,6 +539,7 @@ class GatewayRuntime:
             host=socket.gethostname()[:120],
             pid=os.getpid(),
             internal_url=settings.GATEWAY_INTERNAL_URL,
+            release=RELEASE,
             heartbeat_at=Now(),
         )
 

@@ -106,9 +106,14 @@ def describe_last_backup() -> str:
 
 def judge_versions() -> list[tuple[str, str]]:
     """Return what is to be said of nodes and gateways of other releases, and what to do."""
+    from gateway.services.requests import read_gateways
     from nodes.pages import count_runner_versions
 
-    said = []
+    said = [
+        (f"The gateway {one.name} runs {one.release or 'a release before 0.2'}", f"Restart it with {RELEASE}")
+        for one in read_gateways()
+        if one.release != RELEASE
+    ]
     for version, count, order in count_runner_versions():
         nodes = f"{count} nodes run" if count > 1 else "1 node runs"
         if order > 0:

@@ -469,8 +469,8 @@ def _estimate_rows(table: str) -> int:
 
 @admin.register(GatewayProcess)
 class GatewayProcessAdmin(ShowingAdmin):
-    list_display = ("host", "pid", "show_state", "heartbeat_at", "started_at", "stopped_at", "internal_url")
-    fields = ("id", "host", "pid", "show_state", "internal_url", "started_at", "heartbeat_at", "stopped_at")
+    list_display = ("host", "pid", "show_state", "heartbeat_at", "started_at", "stopped_at", "release", "internal_url")
+    fields = ("id", "host", "pid", "show_state", "release", "internal_url", "started_at", "heartbeat_at", "stopped_at")
     readonly_fields = fields
     list_per_page = 50
     is_live = True

@@ -152,6 +152,8 @@ class GatewayHealth:
     name: str
     heard_at: datetime
     silent_s: float
+    release: str = ""
+    """Empty for one that does not say it: it is of 0.1.0."""
 
     @property
     def is_alive(self) -> bool:
@@ -180,7 +182,7 @@ def read_gateways() -> tuple[GatewayHealth, ...]:
         newest[place] = max(newest.get(place, process.started_at), process.started_at)
     found = []
     for process in processes:
-        health = GatewayHealth(str(process), process.heartbeat_at, process.silence.total_seconds())
+        health = GatewayHealth(str(process), process.heartbeat_at, process.silence.total_seconds(), process.release)
         was_replaced = newest[process.host, process.internal_url] > max(process.started_at, process.heartbeat_at)
         if health.is_alive or not was_replaced:
             found.append(health)

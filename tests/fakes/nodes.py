@@ -18,6 +18,7 @@ from gateway.services.tenants import create_tenant
 from governance.models import AuditEvent
 from nodes.models import Node, NodeCredential, NodePresence, Provider, Reach
 from nodes.services.credentials import create_credential, create_provider
+from wire import RELEASE
 from wire.contract import NodeStatus, RequestState
 from wire.ids import new_uuid7
 
@@ -67,11 +68,10 @@ def make_key(name: str = "notebook", *, tenant: str = "research", **changes: Any
     return create_api_key(name=name, tenant_name=tenant, actor=ACTOR, **changes)
 
 
-def make_gateway(*, silent_s: float = 0.0, stopped: bool = False) -> GatewayProcess:
+def make_gateway(*, silent_s: float = 0.0, stopped: bool = False, release: str = RELEASE) -> GatewayProcess:
     now = timezone.now()
-    return GatewayProcess.objects.create(
-        host="host", pid=1, heartbeat_at=now - timedelta(seconds=silent_s), stopped_at=now if stopped else None
-    )
+    heard_at, stopped_at = now - timedelta(seconds=silent_s), now if stopped else None
+    return GatewayProcess.objects.create(host="host", pid=1, heartbeat_at=heard_at, stopped_at=stopped_at, release=release)
 
 
 def make_record(*, age_s: float = 1.0, state: RequestState = RequestState.COMPLETED, **changes: Any) -> RequestRecord:

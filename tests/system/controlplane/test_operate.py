@@ -161,14 +161,17 @@ def test_a_start_on_a_database_of_a_newer_release_goes_on_and_says_so(
 
 @pytest.mark.django_db
 def test_nodes_of_other_releases_are_named() -> None:
-    make_gateway()
+    make_gateway(release="98.0.0")
     make_node("old", agent_version="0.0.1")
     make_node("new", agent_version="99.0.0")
-    assert sorted(text.removeprefix("1 node runs ") for text, _advice in judge_versions()) == [
+    assert judge_versions()[0] == ("The gateway host:1 runs 98.0.0", f"Restart it with {RELEASE}")
+    assert sorted(text.removeprefix("1 node runs ") for text, _advice in judge_versions()[1:]) == [
         "0.0.1, which is older", "99.0.0, which is newer than this server",
     ]  # fmt: skip
     part = next(part for part in read_parts() if part.name == "Versions of nodes")
     assert (part.sign, part.what) == (Sign.ATTENTION, "1 node is newer than this server.")
+    gateways = next(part for part in read_parts() if part.name == "Gateways")
+    assert (gateways.sign, gateways.facts[0][0]) == (Sign.ATTENTION, "host:1 · 98.0.0")
 
 
 @pytest.mark.django_db
