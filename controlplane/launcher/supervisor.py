@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -43,7 +44,20 @@ def rotate(path: Path) -> None:
 def read_last_line(path: Path, *, since: int = 0) -> str:
     """Return the last line after byte ``since`` that says something, at most 200 characters, or ``nothing in its log``."""
     lines = [line.strip() for line in read_tail(path, since=since).splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "nothing in its log"
+    return _shorten(lines[-1])[:200] if lines else "nothing in its log"
+
+
+def _shorten(line: str) -> str:
+    """Return what a person reads of a line: of one in JSON the event, what it names, and the end of a traceback."""
+    try:
+        said = json.loads(line)
+        fields = [
+            f"{name}={value}" for name, value in said.items() if name not in {"time", "level", "logger", "event", "exception"}
+        ]
+        trace = str(said.get("exception", "")).strip().splitlines()[-1:]
+        return " ".join([str(said["event"]), *fields, *trace])
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return line
 
 
 def read_tail(path: Path, *, since: int = 0) -> str:

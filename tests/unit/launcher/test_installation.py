@@ -174,6 +174,14 @@ def test_a_log_is_kept_once_when_it_has_grown_and_read_from_where_it_was_and_to_
     path.write_text("after\nlast words\n\n  \n")
     assert read_last_line(path) == "last words"
     assert read_tail(path, since=len("after\n")) == "last words\n\n  \n"
+    path.write_text(
+        '{"time":"2026-11-29T00:10:02Z","level":"error","logger":"muster.gateway","event":"gateway.start_failed","port":8080,'
+        '"exception":"Traceback (most recent call last):\\n  File …\\nOSError: the address is in use"}\n'
+    )
+    assert read_last_line(path) == "gateway.start_failed port=8080 OSError: the address is in use"
+    path.write_text("[1, 2]\n")
+    assert read_last_line(path) == "[1, 2]"
+    path.write_text("after\nlast words\n\n  \n")
     path.write_text("cut\n")
     assert read_tail(path, since=len("after\n")) == "cut\n"
 
