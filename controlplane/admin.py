@@ -122,7 +122,9 @@ class UserAdmin(DjangoUserAdmin, TickingAdmin):  # type: ignore[type-arg, misc] 
         (
             None,
             {
-                "description": gettext_lazy("The page of the person gives rights. An invitation lets the person sign in."),
+                "description": gettext_lazy(
+                    "The person becomes an approver; their page changes roles. An invitation lets the person sign in."
+                ),
                 "fields": ("username", "usable_password", "password1", "password2"),
             },
         ),
@@ -306,7 +308,10 @@ class UserAdmin(DjangoUserAdmin, TickingAdmin):  # type: ignore[type-arg, misc] 
     def save_related(self, request: HttpRequest, form: ModelForm[User], formsets: Any, change: bool) -> None:  # Any: Django's
         """Store groups and permissions; whoever got some beyond roles sees the console from now on."""
         super().save_related(request, form, formsets, change)
-        if {"groups", "user_permissions"} & set(form.changed_data):
+        if not change:
+            # Whoever is invited to sign the first policy has to read it.
+            change_roles(person=form.instance, roles=[Role.APPROVER], actor=name_actor(request))
+        elif {"groups", "user_permissions"} & set(form.changed_data):
             change_roles(person=form.instance, roles=list_roles(form.instance), actor=name_actor(request))
 
     def save_model(self, request: HttpRequest, obj: User, form: ModelForm[User], change: bool) -> None:

@@ -16,6 +16,8 @@ from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize
 
 from controlplane.live import CloseCode
 from core.models import User
+from core.roles import Role
+from governance.members import change_roles
 from governance.models import ApproverKey, Operation, OperationRun
 from governance.operations import policies as freezes
 from governance.operations import runs
@@ -92,7 +94,7 @@ def put_passkey(visit: Visit, member: Member) -> None:
 
 def accept_invitation(site: Site, name: str) -> Visit:
     def invite() -> str:
-        user = User.objects.create_user(name)
+        user = change_roles(person=User.objects.create_user(name), roles=[Role.APPROVER], actor="system:test")
         return create_invitation(user=user, actor="system:test")[1]
 
     visit = site.visit()
