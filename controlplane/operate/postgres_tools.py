@@ -119,14 +119,14 @@ def restore(tools: Tools, url: str, *, server: int, pieces: Iterable[bytes], fir
         assert reader.stdin is not None
         assert reader.stdout is not None
         assert writer.stdin is not None
-        pump = Thread(target=_pump, args=[reader.stdout, writer.stdin, first.encode(), server], daemon=True)
-        pump.start()
+        passing = Thread(target=pump, args=[reader.stdout, writer.stdin, first.encode(), server], daemon=True)
+        passing.start()
         try:
             with suppress(BrokenPipeError), reader.stdin as feed:  # why it ended is read below
                 for piece in pieces:
                     feed.write(piece)
             read = reader.wait()
-            pump.join()
+            passing.join()
             # Without its end psql commits nothing: half a script must not reach it as a whole one.
             if read:
                 _end(writer)
@@ -139,14 +139,15 @@ def restore(tools: Tools, url: str, *, server: int, pieces: Iterable[bytes], fir
             raise LauncherError(f"the database was not restored, nothing in it changed: {_read_last(said) or _read_last(told)}")
 
 
-def _pump(source: IO[bytes], target: IO[bytes], first: bytes, server: int) -> None:
+def pump(source: IO[bytes], target: IO[bytes], first: bytes, server: int) -> None:
     """Pass the script on, without the setting that an older server does not know. The target is left open."""
     with suppress(BrokenPipeError, ValueError):
         target.write(first)
         head = b""
         while len(head) < _HEAD_BYTES and (line := source.readline()):
             head += line
-        target.write(head.replace(_UNKNOWN_SETTING, b"") if server < _SINCE else head)
+        # Once: further on it could be somebody's row.
+        target.write(head.replace(_UNKNOWN_SETTING, b"", 1) if server < _SINCE else head)
         while piece := source.read(limits().console.backup_piece_bytes):
             target.write(piece)
         target.flush()

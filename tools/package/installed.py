@@ -27,7 +27,8 @@ _PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11")
 _READY_S = 120.0
 _NODE_S = 60.0
 _COMMANDS = (
-    ("status",), ("version",), ("config", "--check"), ("audit", "verify"), ("manage", "allow_model", "some-model"),
+    ("status",), ("version",), ("logs", "-n", "3"), ("upgrade", "--check"), ("doctor",), ("config", "--check"),
+    ("audit", "verify"), ("manage", "allow_model", "some-model"),
     ("conformance", "--list"), ("demo", "governance"),
 )  # fmt: skip
 """What has to work outside a checkout on an installation that runs, and that the rest of a check does not use."""

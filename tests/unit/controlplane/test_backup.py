@@ -7,6 +7,7 @@ import stat
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from controlplane.launcher.console import LauncherError
 from controlplane.operate.archive import Archive, Kept, Manifest, open_dump_writer, write_archive, write_rest
 from controlplane.operate.backup import ask_passphrase, find_unknown_migrations
-from controlplane.operate.postgres_tools import find_tools, split_password
+from controlplane.operate.postgres_tools import find_tools, pump, split_password
 
 PASSPHRASE = "correct horse battery staple"
 KEPT = Kept(variables={"MUSTER_SECRET_KEY": "s3cret"}, files={"node/identity.key": "key"})
@@ -108,6 +109,18 @@ def test_a_password_is_not_on_the_command_line_of_pg_dump() -> None:
     assert (address, environment["PGPASSWORD"]) == ("postgresql://ada@db:5433/muster?sslmode=require", "p@ss")
     address, environment = split_password("postgresql://ada@/muster?host=/run/pg&password=p")
     assert ("password" in address, environment["PGPASSWORD"]) == (False, "p")
+
+
+@pytest.mark.parametrize(("server", "is_kept"), [(16, False), (17, True)])
+def test_a_setting_that_an_older_server_does_not_know_is_left_out_of_the_script(server: int, *, is_kept: bool) -> None:
+    script = (
+        b"SET lock_timeout = 0;\nSET transaction_timeout = 0;\n"
+        + b"COPY t FROM stdin;\n1\tSET transaction_timeout = 0;\n" * 400
+    )
+    target = BytesIO()
+    pump(BytesIO(script), target, b"first;\n", server)
+    wanted = script if is_kept else script.replace(b"SET transaction_timeout = 0;\nCOPY", b"COPY", 1)
+    assert target.getvalue() == b"first;\n" + wanted
 
 
 def test_programs_of_postgresql_that_are_too_old_are_asked_for() -> None:
