@@ -28,6 +28,7 @@ from controlplane.env import ALIASES
 from controlplane.launcher.environment import ROOT
 from tests.fakes.control_process import free_port
 from tests.fakes.waiting import wait_until
+from wire.variables import HIDDEN
 
 pytestmark = pytest.mark.timeout(400)
 WORKER, ADMIN = "their-worker-secret", "their-admin-token-1"
@@ -39,6 +40,7 @@ QUESTION = {"messages": [{"role": "user", "content": "Hi"}]}
 class Relay:
     """An installation that was started with an environment file of ModelRelay's server."""
 
+    folder: Path
     gateway: str
     ready: dict[str, Any]
     said: str
@@ -76,7 +78,7 @@ def relay() -> Iterator[Relay]:
             wait_until(lambda: ready.exists() or process.poll() is not None, within_s=120, pause_s=0.05)
             said = (folder / "up.log").read_text()
             assert process.poll() is None, said
-            yield Relay(f"http://127.0.0.1:{port}", json.loads(ready.read_text()), said)
+            yield Relay(folder, f"http://127.0.0.1:{port}", json.loads(ready.read_text()), said)
         finally:
             process.terminate()
             process.wait(timeout=60)
@@ -265,6 +267,41 @@ def test_its_bookmarks_and_scripts_lead_somewhere(relay: Relay) -> None:
     assert relay.ask("nothing", key=made.json()["secret"]).status_code == 404
     assert relay.call("DELETE", f"/admin/keys/{listed['id']}").status_code == 204
     wait_until(lambda: relay.ask("nothing", key=made.json()["secret"]).status_code == 401, within_s=10)
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "status", "said"),
+    [
+        ("--check", {}, 0, "Every setting can be used."),
+        ("--check", {"MAX_QUEUE_LEN": "x"}, 1, "MAX_QUEUE_LEN (read as MUSTER_MAX_QUEUE_LEN) must be a whole number, not 'x'"),
+        ("node --check --gateway http://h", {"WORKER_SECRET": WORKER}, 0, "WORKER_SECRET is read as MUSTER_TOKEN."),
+        ("node --check --gateway http://h", {"MAX_CONCURRENCY": "0"}, 1, "2 settings cannot be used:"),
+    ],
+    ids=["good", "bad", "good node", "bad node"],
+)
+def test_a_check_of_the_settings_names_what_is_read_and_what_is_wrong(
+    words: str, given: dict[str, str], status: int, said: str
+) -> None:
+    ended = run_config(*words.split(), **given)
+    assert (ended.returncode, said in ended.stdout) == (status, True), ended.stdout + ended.stderr
+    assert WORKER not in ended.stdout
+
+
+def test_the_settings_of_a_running_installation_are_shown_over_those_of_the_shell(relay: Relay) -> None:
+    shown = run_config(
+        "--json", "--data", str(relay.folder / "data"), LOG_LEVEL="warn", MUSTER_PUBLIC_URL="http://other.example"
+    )
+    found = {one["name"]: (one["text"], one["origin"]) for one in json.loads(shown.stdout)["settings"]}
+    assert found["MUSTER_PUBLIC_URL"] == (relay.ready["public_url"], "installation")
+    assert found["MUSTER_LOG_LEVEL"] == ("warn", "alias")
+    assert found["MUSTER_SECRET_KEY"] == (HIDDEN, "installation")
+    assert found["MUSTER_QUEUE_TIMEOUT_S"] == ("30", "default")
+
+
+def run_config(*words: str, **given: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in OWN}
+    command = [sys.executable, str(ROOT / "muster"), "config", *words]
+    return subprocess.run(command, env={**env, **given}, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("program", ["-m controlplane.serve_gateway", "muster up --data {data}"])
