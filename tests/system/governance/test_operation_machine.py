@@ -868,8 +868,8 @@ class Rooms:
     def _see(self, frame: FrameType, event: str, found: object) -> None:
         is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
         module = str(frame.f_globals.get("__name__"))
-        if event != "return" or not is_function or module.partition(".")[0] not in PRODUCT:
-            return
+        if event != "return" or not is_function or module.partition(".")[0] not in PRODUCT or module == "wire.logs":
+            return  # what writes the lines of the log decides nothing of an operation
         self.modules.add(module)
         # msgspec and Django make their instances without a frame of ours: they are seen where they are held.
         held = [each for each in (found, *frame.f_locals.values()) if isinstance(each, Struct | Model)]
