@@ -191,6 +191,10 @@ def test_variables_are_filled_in_as_compose_does_it(text: str, filled: str) -> N
     assert interpolate(text, {"A": "a", "EMPTY": ""}) == filled
 
 
+def test_compose_is_one_by_its_schema_and_names_nothing_that_is_not_there() -> None:
+    assert list(find_faults(COMPOSE, DOCKER)) == []
+
+
 def test_names_of_its_own_put_compose_behind_tls() -> None:
     names = {"MUSTER_CONTROL_NAME": "muster.example.com", "MUSTER_GATEWAY_NAME": "gateway.example.com"}
     told = read_compose(DOCKER / "compose.yaml", LOCKED | names)["services"]["control"]["environment"]

@@ -19,6 +19,7 @@ from wire import RELEASE
 
 DOCKERFILES = ("Dockerfile.server", "Dockerfile.runner", "Dockerfile.runner-cuda")
 _WITHIN_S = 1500.0
+_LOCKED = {**dict.fromkeys(IMAGES, f"x@sha256:{'0' * 64}"), "MUSTER_VERSION": RELEASE}
 _NAMED = {"MUSTER_CONTROL_NAME": "muster.example.com", "MUSTER_GATEWAY_NAME": "gateway.example.com"}
 
 
@@ -37,23 +38,34 @@ def _check_dockerfiles(place: Workplace) -> Outcome:
 
 
 def _check_compose(place: Workplace) -> Outcome:
-    wrong = list(dict.fromkeys(_find_compose_faults(place.root / "docker" / "compose.yaml")))
-    return Failed("\n".join(wrong)) if wrong else Passed("with and without names of its own")
+    path = place.root / "docker" / "compose.yaml"
+    wrong = list(dict.fromkeys(_find_compose_faults(path)))
+    if wrong:
+        return Failed("\n".join(wrong))
+    promtool = find_program("promtool")
+    if promtool is None:
+        return Passed("with and without names of its own; promtool, which reads what it gives Prometheus, is not installed")
+    folder = place.make_folder("prometheus")
+    (folder / "token").touch()
+    text = str(read_compose(path, _LOCKED)["configs"]["prometheus"]["content"])
+    text = text.replace("/etc/prometheus/rules", str(place.root / "deploy" / "prometheus"))
+    (folder / "prometheus.yaml").write_text(text.replace("/run/secrets/metrics_token", str(folder / "token")), encoding="utf-8")
+    place.call(promtool, "check", "config", folder / "prometheus.yaml")
+    return Passed("with and without names of its own; Prometheus takes its configuration")
 
 
 def _find_compose_faults(path: Path) -> Iterator[str]:
-    locked = {**dict.fromkeys(IMAGES, f"x@sha256:{'0' * 64}"), "MUSTER_VERSION": RELEASE}
     for more in ({}, _NAMED):
         try:
-            compose = read_compose(path, locked | more)
+            compose = read_compose(path, _LOCKED | more)
         except ComposeError as error:
             yield str(error)
             continue
         yield from find_faults(compose, path.parent)
         yield from _find_loose_ends(compose)
-    for name in locked:
+    for name in _LOCKED:
         try:
-            read_compose(path, {each: value for each, value in locked.items() if each != name})
+            read_compose(path, {each: value for each, value in _LOCKED.items() if each != name})
         except ComposeError:
             continue
         yield f"{name} has a default, or is not used"
