@@ -17,6 +17,7 @@ from typing import Any
 from django.db import connection, transaction
 
 from core.charts import RANGES as RANGES  # noqa: PLC0414  # what reads sums reads them over one of these
+from core.db.base import LAZILY
 from core.limits import limits
 from gateway.models import RequestDay, RequestHour, RequestMinute, RequestSums, RequestTenMinutes, UsageDelivery
 from gateway.services.usage import find_horizon
@@ -229,7 +230,8 @@ def _roll_up_batch(*, is_first: bool) -> int:
                 bounds: _Values = {name: values[f"{level.table}_{name}"] for name in ("of", "oldest")}
                 bounds["most"] = limits().gateway.rollup_forgotten
                 cursor.execute(_FORGET.format(table=level.table), bounds)
-        cursor.execute("SELECT set_config('work_mem', %s, true)", [f"{limits().gateway.rollup_memory_mb}MB"])
+        # What a crash of the server forgets is counted again: the mark goes with it.
+        cursor.execute(f"SELECT {LAZILY}, set_config('work_mem', %s, true)", [f"{limits().gateway.rollup_memory_mb}MB"])
         cursor.execute(_BATCH + "".join(_LEVEL.format(table=level.table) for level in levels) + _LAST, values)
         found = cursor.fetchone()
     count, mark.due_at = 0, now

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 
 from django.db import connection, transaction
 
+from core.db.base import LAZILY
 from core.limits import limits
 from nodes.models import GpuMinute, GpuMoment, GpuSample, GpuTenMinutes, read_clock
 
@@ -65,10 +66,10 @@ class History:
 
 
 # Whoever moves the mark writes the samples, so there is one of each GPU for each step, in one statement.
-_SAMPLE = """
+_SAMPLE = f"""
 WITH turn AS (
 INSERT INTO nodes_sweepmark AS m (name, until)
-VALUES ('samples', date_bin(make_interval(secs => %(step)s), statement_timestamp(), '2000-01-01 00:00:00+00'))
+SELECT 'samples', date_bin(make_interval(secs => %(step)s), statement_timestamp(), '2000-01-01 00:00:00+00') FROM {LAZILY}
     ON CONFLICT (name) DO UPDATE SET until = excluded.until WHERE m.until < excluded.until
 RETURNING until
 ), heard AS MATERIALIZED (
@@ -95,7 +96,7 @@ SELECT %(fleet)s, min(until), avg(load_percent), sum(vram_used_mb), max(temperat
 INSERT INTO nodes_gpusample (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests, weights_mb, kv_mb)
 SELECT * FROM heard
     ON CONFLICT DO NOTHING
-"""
+"""  # noqa: S608  # a constant
 _ROLL_UP = """
 WITH turn AS (
 SELECT COALESCE((SELECT until FROM nodes_sweepmark WHERE name = %(name)s FOR UPDATE), '-infinity') AS begins_at,
