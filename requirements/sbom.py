@@ -20,7 +20,6 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})\b")
 
 
 _RELEASE = re.compile(r'^RELEASE = "([^"]+)"', re.MULTILINE)
-_SPDX = re.compile(r"[A-Za-z0-9.-]+\Z")
 _CHART = {
     "type": "library", "bom-ref": "pkg:npm/uplot@1.6.32", "name": "uplot", "version": "1.6.32", "purl": "pkg:npm/uplot@1.6.32",
     "licenses": [{"license": {"id": "MIT"}}],
@@ -38,10 +37,8 @@ def read_licences(folder: Path) -> dict[str, str]:
 
 
 def _state_licence(expression: str) -> dict[str, object]:
-    if not _SPDX.match(expression):
-        return {"expression": expression}
     # "BSD" without a number is a name, and no identifier of SPDX.
-    return {"license": {"name" if expression == "BSD" else "id": expression}}
+    return {"license": {"name": expression}} if expression in {"BSD", "NOASSERTION"} else {"expression": expression}
 
 
 def read_lock(text: str, licences: Mapping[str, str] = MappingProxyType({})) -> list[dict[str, object]]:

@@ -108,17 +108,18 @@ def run_check() -> int:
     return 1 if any(status for status, _ in results.values()) else 0
 
 
-def run_lock(*, advisories: str | None, is_licences: bool) -> int:
+def run_lock(*, advisories: str | None, licences: Sequence[str] | None) -> int:
     """Recompile the lock files from pyproject.toml, or renew what is kept about them. Returns the exit status.
 
-    ``advisories``: where the snapshot is taken from, empty = OSV. Raises LauncherError.
+    ``advisories``: where the snapshot is taken from, empty = OSV. ``licences``: reports of pip about what is not installed.
+    Raises LauncherError.
     """
     if advisories is not None:
         say(renew(ROOT, advisories or SOURCE))
-    if is_licences:
-        (ROOT / FILE).write_text(print_table(ROOT), encoding="utf-8")
+    if licences is not None:
+        (ROOT / FILE).write_text(print_table(ROOT, [Path(name) for name in licences]), encoding="utf-8")
         say(f"{FILE}: {len(list_locked(ROOT))} packages")
-    if advisories is not None or is_licences:
+    if advisories is not None or licences is not None:
         return 0
     environment = _environment()
     environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])

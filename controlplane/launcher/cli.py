@@ -281,8 +281,8 @@ def _add_developers(add: Callable[[str, str, _Runner, str], argparse.ArgumentPar
     lock = add("lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_tool, "")
     text = "only renew the snapshot of known advisories, from OSV's archive for PyPI or the one that is named"
     lock.add_argument("--advisories", nargs="?", const="", metavar="FILE|URL", help=text)
-    text = "only write the list of licences, from what is installed here"
-    lock.add_argument("--licences", action="store_true", help=text)
+    text = "only write the list of licences, from what is installed here and reports of pip about the rest"
+    lock.add_argument("--licences", nargs="*", metavar="REPORT", help=text)
 
 
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
@@ -498,6 +498,6 @@ def _run_tool(options: argparse.Namespace, _rest: list[str], argv: list[str]) ->
         case "check":
             return run_check()
         case "lock":
-            return run_lock(advisories=options.advisories, is_licences=options.licences)
+            return run_lock(advisories=options.advisories, licences=options.licences)
         case _:
             return run_messages()

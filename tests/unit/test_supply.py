@@ -101,7 +101,20 @@ def test_the_list_of_licences_is_what_the_locked_packages_say_and_allows_each() 
 
 @pytest.mark.parametrize(
     ("expression", "expected"),
-    [("MIT", True), ("MIT AND AGPL-3.0-only", False), ("MIT OR AGPL-3.0-only", True), ("", False), ("see LICENSE", False)],
-)
+    [
+        ("MIT", True), ("MIT AND AGPL-3.0-only", False), ("MIT OR AGPL-3.0-only", True), ("", False), ("see LICENSE", False),
+        ("MIT OR AGPL-3.0-only AND SSPL-1.0", True), ("(MIT OR AGPL-3.0-only) AND SSPL-1.0", False), ("(MIT", False),
+        ("Apache-2.0 WITH LLVM-exception", True), ("MIT AND (BSD-3-Clause OR SSPL-1.0)", True), ("MIT/X11", False),
+    ],
+)  # fmt: skip
 def test_of_two_licences_both_have_to_be_allowed_unless_one_may_be_chosen(expression: str, expected: bool) -> None:
     assert licences.is_allowed(expression, licences.SHIPPED) is expected
+
+
+def test_what_is_not_installed_is_read_from_a_report_of_pip_and_kept(tmp_path: Path) -> None:
+    told = {"name": "Some_Package", "license": "Apache License", "classifier": []}
+    (tmp_path / "report.json").write_text(json.dumps({"install": [{"metadata": told}, {"metadata": {"name": "mute"}}]}))
+    assert licences.read_report(tmp_path / "report.json") == {"some-package": "Apache-2.0", "mute": "NOASSERTION"}
+    (tmp_path / "report.json").write_text("[]")
+    with pytest.raises(LauncherError, match="is no report of pip"):
+        licences.read_report(tmp_path / "report.json")
