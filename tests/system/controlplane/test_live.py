@@ -245,6 +245,16 @@ async def test_who_may_not_look_is_told_only_why(how: str, code: int) -> None:
     assert await expect_nothing_but_close(dial("" if how == "nobody" else cookie, path=f"/ws/nodes/{node.pk}")) == code
 
 
+async def test_an_operation_is_followed_by_who_may_read_operations_alone() -> None:
+    path = f"/ws/operations/{uuid.uuid4()}"
+    cookie = await database_sync_to_async(sign_in)("member", is_staff=False)
+    assert await expect_nothing_but_close(dial(cookie, path=path)) == CloseCode.NOT_PERMITTED
+    page = dial(await database_sync_to_async(sign_in)("approver", "view_operation", is_staff=False), path=path)
+    assert (await page.connect())[0]
+    assert await receive(page) == {"html": ""}
+    await page.disconnect()
+
+
 # one node
 
 

@@ -20,6 +20,7 @@ from django.utils import timezone
 
 from controlplane.commands import Command
 from core.models import User
+from core.roles import Role, list_roles, make_role_groups
 from core.throttle import AuthThrottle
 from governance import admin_tokens
 from governance.admin_tokens import create_admin_token, revoke_admin_token, verify_admin_token
@@ -199,6 +200,50 @@ def test_a_name_stays_once_it_is_given_since_policies_and_decisions_are_under_it
         mallory.save()
     mallory.save(update_fields=["last_name"])
     assert User.objects.get(pk=mallory.pk).username == "mallory"
+
+
+def test_roles_are_given_by_owners_audited_and_kept_by_the_form_of_a_person(ada: User, boss: Client) -> None:
+    ben = User.objects.create_user("ben")
+    page = f"/admin/controlplane/user/{ben.pk}/roles/"
+    boss.post(page, {"roles": ["operator", "approver"]})
+    ben = User.objects.get(pk=ben.pk)
+    assert (list_roles(ben), ben.is_staff, ben.is_superuser) == ([Role.OPERATOR, Role.APPROVER], True, False)
+    assert (ben.has_perm("nodes.change_node"), ben.has_perm("gateway.add_apikey")) == (True, False)
+    (event,) = audited("person.roles")
+    assert (event.actor, event.target, event.detail) == ("user:ada", "ben", {"before": [], "after": ["operator", "approver"]})
+    # The form of the person has other groups and permissions, and keeps the roles.
+    change(boss, ben, first_name="B.", groups=[str(Group.objects.create(name="night shift").pk)])
+    ben = User.objects.get(pk=ben.pk)
+    assert (list_roles(ben), ben.groups.count(), ben.first_name) == ([Role.OPERATOR, Role.APPROVER], 3, "B.")
+    boss.post(page, {"roles": []})
+    assert list_roles(User.objects.get(pk=ben.pk)) == []
+    answer = boss.post(f"/admin/controlplane/user/{ada.pk}/roles/", {"roles": ["viewer"]})
+    assert "last owner" in answer.content.decode()
+    assert User.objects.get(pk=ada.pk).is_superuser
+    clerk, client = make_clerk()
+    assert client.post(f"/admin/controlplane/user/{clerk.pk}/roles/", {"roles": ["owner"]}).status_code == 403
+
+
+def test_people_of_before_roles_keep_what_they_could_do_once() -> None:
+    Group.objects.all().delete()
+    staff, guest = User.objects.create_user("staff", is_staff=True), User.objects.create_user("guest")
+    make_role_groups(is_update=True)
+    later = User.objects.create_user("later")
+    make_role_groups(is_update=True)
+    found = [User.objects.get(pk=person.pk) for person in (staff, guest, later)]
+    assert [list_roles(person) for person in found] == [[Role.APPROVER], [Role.APPROVER], []]
+    assert [person.has_perm("governance.add_operation") for person in found] == [True, False, False]
+    Group.objects.get(name="viewer").permissions.clear()
+    make_role_groups(is_update=True)
+    assert not Group.objects.get(name="viewer").permissions.exists()
+
+
+def test_an_owner_ends_the_sessions_of_somebody(boss: Client) -> None:
+    ben, client = User.objects.create_user("ben", is_staff=True), Client()
+    client.force_login(ben)
+    boss.post(f"/admin/controlplane/user/{ben.pk}/sessions/")
+    assert client.get("/admin/").status_code == 302
+    assert [event.target for event in audited("sign-in.close-all")] == ["ben"]
 
 
 def test_an_operator_gives_nobody_more_rights_and_changes_no_administrator(ada: User) -> None:

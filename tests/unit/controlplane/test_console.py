@@ -34,11 +34,14 @@ from controlplane.env import (
     read_database,
     read_float,
     read_int,
+    read_issuer,
     read_keyless,
     read_limits,
     read_log_level,
     read_name,
     read_networks,
+    read_role,
+    read_roles,
     read_secret,
     read_text,
     read_valkey,
@@ -416,7 +419,11 @@ def test_a_secret_may_stand_in_a_file_which_is_named_when_it_cannot_be_read(
     [("ten", lambda: read_int(NAME, 1)), ("-1", lambda: read_int(NAME, 1)), ("ten", lambda: read_float(NAME, 1.0)), ("nan",
             lambda: read_float(NAME, 1.0)), ("-0.1", lambda: read_float(NAME, 1.0)), ("maybe", lambda: read_bool(NAME,
             default=True)), ("127.0.0.1,proxy.example", lambda: read_networks(NAME)), ("10.0.0.0/33",
-            lambda: read_networks(NAME)), ("10.0.0.1/8", lambda: read_networks(NAME))],
+            lambda: read_networks(NAME)), ("10.0.0.1/8", lambda: read_networks(NAME)),
+        ("http://id.example.com", lambda: read_issuer(NAME)), ("id.example.com", lambda: read_issuer(NAME)),
+        ("root", lambda: read_role(NAME)), ("tenant-admin:", lambda: read_role(NAME)), ("ops", lambda: read_roles(NAME)),
+        ("ops=root", lambda: read_roles(NAME)), ("ops=operator:acme", lambda: read_roles(NAME)), ("=viewer", lambda: read_roles(
+            NAME)), ('{"ops": ', lambda: read_roles(NAME)), ('{"ops": "root"}', lambda: read_roles(NAME))],
 )  # fmt: skip
 def test_a_value_that_means_nothing_names_its_variable(
     monkeypatch: pytest.MonkeyPatch, text: str, read: Callable[[], object]
@@ -424,6 +431,22 @@ def test_a_value_that_means_nothing_names_its_variable(
     monkeypatch.setenv(NAME, text)
     with pytest.raises(SettingError, match=NAME):
         read()
+
+
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        ("", {}),
+        ("ops=operator, ops=approver,a=b=viewer", {"ops": ("operator", "approver"), "a=b": ("viewer",)}),
+        ("leads=tenant-admin:acme", {"leads": ("tenant-admin:acme",)}),
+        ('{"a, b": ["viewer", "tenant-viewer:x"]}', {"a, b": ("viewer", "tenant-viewer:x")}),
+    ],
+)
+def test_groups_of_an_issuer_are_mapped_to_roles(
+    monkeypatch: pytest.MonkeyPatch, text: str, roles: dict[str, tuple[str, ...]]
+) -> None:
+    monkeypatch.setenv(NAME, text)
+    assert read_roles(NAME) == roles
 
 
 def test_every_setting_that_cannot_be_used_is_named_at_once_by_the_name_that_was_given(
