@@ -235,8 +235,8 @@ class NodeLimits:
     bridge_refresh_s: float = bound(
         0.0,
         "s",
-        "An idle bridge v1 worker is asked what its backend lists, which replaces its models; 0 = only one that was "
-        "to find out and could not.",
+        "An idle bridge v1 worker is asked what its backend lists, which replaces its models; 0 = only one that "
+        "could not find out.",
         setting="MUSTER_BRIDGE_REFRESH_S",
     )
     agent_heartbeat_s: float = bound(
