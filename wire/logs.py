@@ -35,6 +35,7 @@ _SECRETS = re.compile(
             r"\b(?:hf|sk|pk|gh[a-z]|xox[a-z]|AKIA|eyJ)[-_A-Za-z0-9]{12,}(?:\.[-_A-Za-z0-9]+)*",
             r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*",
             r"(?<=://)[^/\s@]+(?=@)",
+            r"(?<=/invitation/)[^/\s\"]+",
             r"(?i:\b(?:bearer|basic)\s+)\S+",
             rf"(?i:\b{_SECRET_NAME}\b[\"']?\s*[=:]\s*(?:(?:bearer|basic)\s+)?)\S+",
         )
