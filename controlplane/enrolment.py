@@ -26,6 +26,7 @@ from core.admin_pages import name_actor
 from core.errors import ContractError
 from core.limits import limits
 from core.models import User
+from core.roles import may
 from gateway.admin.callers import choose_chat_model, describe_key
 from gateway.services.keys import create_api_key
 from gateway.services.models import allow_model, list_offers
@@ -83,7 +84,7 @@ class SetupForm(forms.Form):
 @require_http_methods(["GET", "HEAD", "POST"])
 def show_setup(request: HttpRequest) -> HttpResponse:
     """Ask what the node runs; on POST make its credential, or a code for somebody else, and show what is pasted there."""
-    if not request.user.has_perm(ADD_CREDENTIAL):
+    if not may(request.user, ADD_CREDENTIAL):
         raise PermissionDenied
     # Providers that are hidden have one value, which a form that was sent without it does not lose.
     form = SetupForm(request.POST if request.method == "POST" else None)
@@ -138,7 +139,7 @@ def show_start(request: HttpRequest) -> HttpResponse:
         "form": form,
         "has_passkey": bool(list_keys(user)),
         "nodes": [node for node in fleet.nodes if node.takes_work],
-        "may_add_nodes": user.has_perm(ADD_CREDENTIAL),
+        "may_add_nodes": may(user, ADD_CREDENTIAL),
         "may_make_keys": may_lend(request) and may_act(request),
     }
     if request.method == "POST" and form.is_valid() and context["may_make_keys"]:
@@ -156,7 +157,7 @@ def show_start(request: HttpRequest) -> HttpResponse:
 @require_safe
 def show_state(request: HttpRequest, credential_id: int) -> HttpResponse:
     """Show how far the nodes of a credential are, as a part of the page."""
-    if not request.user.has_perm(ADD_CREDENTIAL):
+    if not may(request.user, ADD_CREDENTIAL):
         raise PermissionDenied
     return render(request, "admin/muster/setup_state.html", _read_state(request, credential_id))
 
@@ -165,7 +166,7 @@ def show_state(request: HttpRequest, credential_id: int) -> HttpResponse:
 @require_POST
 def allow(request: HttpRequest, credential_id: int) -> HttpResponse:
     """Allow those of the nodes' models that were ticked, and show how far the nodes are."""
-    if not (request.user.has_perm(ADD_CREDENTIAL) and request.user.has_perm(CHANGE_MODEL)):
+    if not (may(request.user, ADD_CREDENTIAL) and may(request.user, CHANGE_MODEL)):
         raise PermissionDenied
     declared = {name for reached in read_reached(credential_id) for name in reached.models}
     problem = ""
@@ -217,7 +218,7 @@ def _read_state(request: HttpRequest, credential_id: int) -> dict[str, object]:
             for node in reached
         ],
         "is_done": bool(reached) and all(_is_ready(node, allowed) for node in reached),
-        "may_allow": request.user.has_perm(CHANGE_MODEL) and may_act(request),
+        "may_allow": may(request.user, CHANGE_MODEL) and may_act(request),
         "may_test": may_play(request) and may_lend(request) and may_act(request),
     }
 

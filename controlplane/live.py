@@ -41,6 +41,7 @@ from controlplane.overview import (
 from core.hints import HINT_GROUP
 from core.limits import limits
 from core.models import User
+from core.roles import may
 from governance.errors import NotFound
 from governance.operations.queries import list_waiting_for, mark_pending, read_operation
 from governance.people import may_see_operations
@@ -376,11 +377,11 @@ class NodePageConsumer(PushConsumer):
     """Of the last ``push_pause_s``: when it was looked, what was seen, and the seconds until the next look."""
 
     def may_look(self, user: User) -> bool:
-        return user.has_perm("nodes.view_node") or user.has_perm("nodes.change_node")
+        return may(user, "nodes.view_node") or may(user, "nodes.change_node")
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return the state of the node, more often while a model is loaded or a drain runs."""
-        node_id, may_change = self.scope["url_route"]["kwargs"]["node_id"], request.user.has_perm("nodes.change_node")
+        node_id, may_change = self.scope["url_route"]["kwargs"]["node_id"], may(request.user, "nodes.change_node")
         is_read_only = find_read_only(request) is not None
         view, now = (node_id, self._language, may_change, is_read_only), clock.monotonic()
         shared = {one: seen for one, seen in self._shared.items() if now - seen[0] < limits().console.push_pause_s}

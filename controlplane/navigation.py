@@ -26,7 +26,7 @@ from django.views.decorators.http import require_safe
 
 from core.limits import limits
 from core.models import User
-from core.roles import has_tenants
+from core.roles import has_tenants, may
 from governance.alerts import count_open_problems
 from governance.operations.queries import count_waiting_for
 from governance.people import may_propose, may_see_operations
@@ -72,7 +72,7 @@ class Tab:
             return False
         app, _dot, model = self.name.partition(".")
         needs = (f"{app}.view_{model}", f"{app}.change_{model}") if self._is_model else self.needs
-        return not needs or any(request.user.has_perm(name) for name in needs)
+        return not needs or any(may(request.user, name) for name in needs)
 
     def is_front(self, view: str) -> bool:
         return view == self._view

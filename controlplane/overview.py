@@ -20,6 +20,7 @@ from controlplane.templatetags.muster import print_duration
 from core.charts import Chart, Colour, Line, draw_sparkline, print_value
 from core.limits import limits
 from core.models import User
+from core.roles import may
 from gateway.services.keys import has_own_key
 from gateway.services.requests import OpenRequests, read_open_requests
 from gateway.services.rollups import Comparison, Metric, Named, Quantiles, Sums, has_counted_any, read_comparison, read_top
@@ -56,7 +57,7 @@ SEES: Mapping[str, tuple[str, ...]] = {
 
 def list_seen(user: User | AnonymousUser) -> frozenset[str]:
     """Return the parts of the page that a person may see."""
-    return frozenset(part for part, permissions in SEES.items() if any(map(user.has_perm, permissions))) | {OPEN}
+    return frozenset(part for part, permissions in SEES.items() if any(may(user, name) for name in permissions)) | {OPEN}
 
 
 def choose_range(name: str) -> str:
@@ -423,7 +424,7 @@ def read_checklist(request: HttpRequest, fleet: FleetStanding) -> tuple[Step, ..
     policy = active_policy()
 
     def link(name: str, permission: str) -> str:
-        return reverse(name) if user.has_perm(permission) else ""
+        return reverse(name) if may(user, permission) else ""
 
     steps = (
         Step(_("Send a first request"), has_counted_any(), link("playground:page", "gateway.add_apikey")),

@@ -31,6 +31,7 @@ from unfold.decorators import display
 from unfold.views import ChangeList
 
 from core.errors import ContractError
+from core.roles import may
 from wire import clock
 from wire.contract import ErrorCode
 
@@ -401,7 +402,7 @@ class CreatingAdmin(ShowingAdmin):
 
 
 def _may_make(request: HttpRequest, change: RowChange) -> bool:
-    return not change.permission or request.user.has_perm(change.permission)
+    return not change.permission or may(request.user, change.permission)
 
 
 def needs_approval(form: forms.Form) -> bool:

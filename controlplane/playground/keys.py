@@ -21,6 +21,7 @@ from controlplane.navigation import SEE_MODELS
 from controlplane.playground.asks import TENANT_FIELD, AskRefused, SignedOut
 from core.admin_pages import name_actor
 from core.limits import limits
+from core.roles import may
 from gateway.services.errors import KeyNotFound
 from gateway.services.keys import create_api_key, is_key_usable, revoke_api_key
 from gateway.services.tenants import find_tenant
@@ -34,15 +35,15 @@ VIEW_RECORD = "gateway.view_requestrecord"
 def may_play(request: HttpRequest) -> bool:
     """Return whether the page is for this person: an operator who may see which models there are."""
     user = request.user
-    return bool(user.is_active and getattr(user, "is_staff", False)) and any(user.has_perm(name) for name in SEE_MODELS)
+    return bool(user.is_active and getattr(user, "is_staff", False)) and any(may(user, name) for name in SEE_MODELS)
 
 
 def may_lend(request: HttpRequest) -> bool:
-    return request.user.has_perm(ADD_KEY)
+    return may(request.user, ADD_KEY)
 
 
 def may_see_records(request: HttpRequest) -> bool:
-    return request.user.has_perm(VIEW_RECORD)
+    return may(request.user, VIEW_RECORD)
 
 
 SESSION_KEYS = "muster_playground_keys"

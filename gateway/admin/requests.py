@@ -34,6 +34,7 @@ from django.views.decorators.cache import never_cache
 from core.admin_pages import ShowingAdmin, column
 from core.charts import Chart, Line
 from core.limits import limits
+from core.roles import may
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord, StoredResponse, Tenant
 from gateway.services.decisions import explain_decision
 from gateway.services.explanations import ERROR_WORDS, explain_request, explain_waits, name_state
@@ -133,7 +134,7 @@ class Rights:
 
     @classmethod
     def read(cls, request: HttpRequest) -> Rights:
-        return cls(request.user.has_perm("nodes.view_node"), request.user.has_perm("gateway.view_apikey"))
+        return cls(may(request.user, "nodes.view_node"), may(request.user, "gateway.view_apikey"))
 
     def node_url(self, record: RequestRecord) -> str:
         return reverse("admin:nodes_node_change", args=[record.node_id]) if self.nodes and record.node_id else ""
@@ -521,7 +522,7 @@ class StoredResponseAdmin(ShowingAdmin):
 
     def has_view_permission(self, request: HttpRequest, obj: StoredResponse | None = None) -> bool:
         """Ask for the permission to view itself: that to change stands for it on other pages, and here it shows prompts."""
-        return bool(request.user.has_perm("gateway.view_storedresponse"))
+        return bool(may(request.user, "gateway.view_storedresponse"))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[StoredResponse]:
         """Leave contents in the database; sizes come without them."""

@@ -24,6 +24,7 @@ from django.views.decorators.http import require_safe
 
 from core.charts import Chart, Colour, Line
 from core.limits import limits
+from core.roles import may
 from gateway.models import ApiKey, Tenant
 from gateway.services.budgets import BudgetLevel, BudgetState, read_budget_states
 from gateway.services.exports import print_line
@@ -267,7 +268,7 @@ def _export(sums: Sums) -> tuple[object, ...]:
 
 
 def _require_right(request: HttpRequest) -> None:
-    if not request.user.has_perm("gateway.view_requestrecord"):
+    if not may(request.user, "gateway.view_requestrecord"):
         raise PermissionDenied
 
 

@@ -25,6 +25,7 @@ from unfold.widgets import (
 
 from core.admin_pages import Created, CreatingAdmin, NextStep, RowChange, Values, column
 from core.limits import limits
+from core.roles import may
 from nodes.models import Node, NodeCredential, Provider, ProviderState
 from nodes.services.credentials import (
     change_provider_terms,
@@ -156,7 +157,7 @@ class NodeCredentialAdmin(CreatingAdmin):
     )
 
     def _try_create(self, request: HttpRequest, form: forms.Form) -> Created | None:
-        if form.cleaned_data["allows_models"] and not request.user.has_perm(ALLOW_MODELS):
+        if form.cleaned_data["allows_models"] and not may(request.user, ALLOW_MODELS):
             form.add_error("allows_models", _("You may not decide which models clients may use. Leave it off."))
             return None
         return super()._try_create(request, form)

@@ -29,6 +29,7 @@ from core.admin_pages import ChangeLink, Offer, RowChange, RowList, ShowingAdmin
 from core.charts import choose_range
 from core.errors import ContractError
 from core.limits import limits
+from core.roles import may
 from nodes.models import Gpu, Node, ProviderState, Reach, clock_of, heartbeat_age_s, presence_of, with_clock
 from nodes.pages import TABS, hint_at_runner, list_tabs, propose, read_head, read_tab
 from nodes.services.charts import read_loads
@@ -488,7 +489,7 @@ class NodeAdmin(ShowingAdmin):
             "head": head,
             "is_fullwidth": "1",
             "may_change": self.may_change(request),
-            "may_read_log": request.user.has_perm("nodes.view_nodelog"),
+            "may_read_log": may(request.user, "nodes.view_nodelog"),
             **self._split_links(request, node),
             **read_tab(node, tab, span=span, before=before),
         }
@@ -504,7 +505,7 @@ class NodeAdmin(ShowingAdmin):
         """Return the changes that can be made at once, then those that others have to approve."""
         links = super().list_links(request, row)
         # To ask for an operation is a permission of its own: who has it need not be able to cordon or drain.
-        if not (self.may_change(request) or request.user.has_perm("governance.add_operation")):
+        if not (self.may_change(request) or may(request.user, "governance.add_operation")):
             return links
         if row.runner_id and row.op_level:
             links += [ChangeLink(label, propose(operation, row.runner_id), is_danger=False) for operation, label in PROPOSALS]
@@ -513,7 +514,7 @@ class NodeAdmin(ShowingAdmin):
 
     def log_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Have the node asked for its log, on a POST alone, and lead to the tab that shows it."""
-        if not request.user.has_perm("nodes.view_nodelog") or not self.has_view_permission(request):
+        if not may(request.user, "nodes.view_nodelog") or not self.has_view_permission(request):
             raise PermissionDenied
         node = self.get_object(request, unquote(object_id))
         if node is None:

@@ -247,3 +247,15 @@ def test_every_address_has_a_line_and_every_line_an_address() -> None:
     table = read_table()
     listed = [*table["pages"], *table["calls"], *table["elsewhere"]]
     assert sorted(listed) == ROUTES, "write who may call it into tests/permissions.toml"
+
+
+def test_one_module_asks_what_somebody_may() -> None:
+    root = TABLE.parents[1]
+    asking = {
+        str(path.relative_to(root))
+        for package in ("controlplane", "core", "gateway", "governance", "nodes")
+        for path in (root / package).rglob("*.py")
+        if ".has_perm(" in path.read_text(encoding="utf-8")
+    }
+    # The second is on the way of an operation, which crosses no module more.
+    assert asking == {"core/roles.py", "governance/operations/proposals.py"}
