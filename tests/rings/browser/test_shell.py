@@ -84,6 +84,7 @@ def test_the_palette_is_used_by_keyboard_alone(visit: Visit) -> None:
 def test_the_sidebar_is_a_drawer_on_a_phone_and_folds_on_a_desk(visit: Visit) -> None:
     visit.sign_in()
     page, sidebar = visit.page, visit.page.get_by_role("navigation", name="Main")
+    page.wait_for_load_state()  # by then its scripts have run
     page.get_by_role("button", name="Narrow the sidebar").click()
     page.reload()
     assert page.evaluate("document.querySelector('#sidebar').offsetWidth") < 80

@@ -131,7 +131,7 @@ async def test_a_load_whose_box_is_killed_is_done_once_at_most(tmp_path: Path, p
             else:
                 assert again == found
                 assert control.box.models() == []
-            assert process.log_text().count("repeated=False") == (found.state == "unknown")
+            assert process.log_text().count('"repeated":false') == (found.state == "unknown")
 
 
 @dataclass
@@ -213,7 +213,7 @@ async def test_a_model_that_is_kept_serves_again_after_a_kill_and_after_a_stop_u
             # It was no new run: the operation has its one outcome, its one receipt, and its token is still spent.
             assert await second.query(load.op_id) == kept
             assert await second.carry_out(load) == kept
-            assert "repeated=False" not in process.log_text()
+            assert '"repeated":false' not in process.log_text()
             process.signal(signal.SIGTERM)
             assert await process.exit_status() == 0
         async with run_box(tmp_path, gateway.url, *options, env=env):
