@@ -22,6 +22,7 @@ from pathlib import Path
 
 from controlplane.launcher.console import LauncherError, complain, say
 from controlplane.launcher.environment import ROOT
+from controlplane.launcher.files import replace_file
 from controlplane.launcher.installation import default_data
 from wire import COMMAND, IS_CHECKOUT
 
@@ -157,8 +158,9 @@ def write_units(what: str, words: Sequence[str], scope: Scope) -> dict[str, str]
     """Return the unit files of what is kept running, by name."""
     program = find_program()
     if what == "up":
-        data = _find_data(words) or scope.data
-        rest = words if _find_data(words) else ["--data", str(data), *words]
+        given = _find_data(words)
+        data = given or scope.data
+        rest = words if given else ["--data", str(data), *words]
         text = _write_unit(
             "Muster, all of it", [*program, "up", *rest], scope, has_gpus=True, stop_s=120,
             writes=[str(data)] if data != scope.data else [],
@@ -471,17 +473,9 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 def _write_file(path: Path, text: str, mode: int) -> None:
-    """Write a whole file in one step."""
-    new = path.with_name(f".{path.name}.new")
     try:
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, mode)
-            file.write(text)
-        new.replace(path)
+        replace_file(path, text.encode(), mode=mode)
     except OSError as error:
-        with suppress(OSError):
-            new.unlink()
         raise LauncherError(f"cannot write {path}: {error.strerror}") from None
 
 
